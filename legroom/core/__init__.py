@@ -1,0 +1,1 @@
+"""Words every plane shares: units, errors, record files, outcomes, the clock."""

@@ -1,0 +1,63 @@
+"""The error tree: what a user can get from legroom, and what each one carries.
+
+    LegroomError
+      InputError          what the user gave cannot be used (also a ValueError)
+        UnknownName       no such policy, machine or example; names the nearest
+        UnitError         a size or time that cannot be read
+      RecordError         a file or record that breaks its own law (also a ValueError)
+      BudgetError         the job cannot run in the budget; says by how much
+      StepError           the step was used in a way the runtime cannot follow
+      TierError           a tier cannot take its bytes: full, missing or not writable
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class LegroomError(Exception):
+    """Anything legroom raises on purpose."""
+
+
+class InputError(LegroomError, ValueError):
+    """What the user gave cannot be used."""
+
+
+class UnknownName(InputError):
+    """No entry of that name; the message lists the known ones and the nearest."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+        self.known = sorted(known)
+        near = get_close_matches(name, self.known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown {what} {name!r}.{hint} Known: {', '.join(self.known)}.")
+
+
+class UnitError(InputError):
+    """A size or time that cannot be read."""
+
+
+class RecordError(LegroomError, ValueError):
+    """A file or record that breaks its own law; names the row at fault."""
+
+
+class BudgetError(LegroomError):
+    """The job cannot run in the budget.
+
+    ``missing_bytes`` is how far the best plan is over, ``smallest_bytes`` the smallest
+    budget that works (None when not searched).
+    """
+
+    def __init__(
+        self, message: str, *, missing_bytes: int = 0, smallest_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+        self.smallest_bytes = smallest_bytes
+
+
+class StepError(LegroomError, RuntimeError):
+    """The step was used in a way the runtime cannot follow."""
+
+
+class TierError(LegroomError, RuntimeError):
+    """A tier cannot take its bytes: full, missing or not writable."""

@@ -1,0 +1,1 @@
+"""What the hardware can do: specs as plain numbers, presets, and the probe."""
