@@ -1,0 +1,264 @@
+"""The built-in jobs, one function each; weights and batches are the same at every call."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from legroom.core.errors import InputError
+from legroom.examples.job import EXAMPLES, Device, Job, MakeBatch
+from legroom.examples.models import Decoder, LSTMStack, ResNet, UNet
+
+
+@EXAMPLES.register("transformer")
+def transformer(
+    device: Device = "cpu",
+    *,
+    layers: int = 8,
+    dim: int = 128,
+    heads: int = 4,
+    vocab: int = 1024,
+    batch: int = 16,
+    sequence: int = 256,
+    dropout: float = 0.0,
+) -> Job:
+    """A small pre-norm decoder; `dropout` is on the residuals."""
+    model = _build(device, lambda: Decoder(vocab, dim, layers, heads, sequence, dropout))
+    return Job(model, _tokens(device, vocab, batch, sequence), _next_token_loss)
+
+
+@EXAMPLES.register("lstm")
+def lstm(
+    device: Device = "cpu",
+    *,
+    layers: int = 3,
+    dim: int = 128,
+    vocab: int = 512,
+    batch: int = 32,
+    sequence: int = 64,
+) -> Job:
+    """A small language model of LSTM layers."""
+    model = _build(device, lambda: LSTMStack(vocab, dim, layers))
+    return Job(model, _tokens(device, vocab, batch, sequence), _next_token_loss)
+
+
+@EXAMPLES.register("mlp")
+def mlp(device: Device = "cpu", *, layers: int = 12, dim: int = 256, batch: int = 8192) -> Job:
+    """Linear layers and GELUs on wide batches."""
+
+    def make() -> nn.Module:
+        hidden = [nn.Sequential(nn.Linear(dim, dim), nn.GELU()) for _ in range(layers)]
+        return nn.Sequential(*hidden, nn.Linear(dim, 10))
+
+    return Job(_build(device, make), _labelled(device, (batch, dim), 10, (batch,)), _class_loss)
+
+
+@EXAMPLES.register("convnet")
+def convnet(
+    device: Device = "cpu",
+    *,
+    layers: tuple[int, ...] = (2, 3, 2),
+    width: int = 16,
+    batch: int = 32,
+    image: int = 96,
+) -> Job:
+    """A small bottleneck ResNet with batch norm and ReLUs in place."""
+    model = _build(device, lambda: ResNet(layers, width, 10))
+    return Job(model, _labelled(device, (batch, 3, image, image), 10, (batch,)), _class_loss)
+
+
+@EXAMPLES.register("unet")
+def unet(
+    device: Device = "cpu", *, width: int = 8, depth: int = 3, batch: int = 8, image: int = 96
+) -> Job:
+    """A small U-Net that labels each pixel."""
+    model = _build(device, lambda: UNet(width, depth, 4))
+    labels = (batch, image, image)
+    return Job(model, _labelled(device, (batch, 3, image, image), 4, labels), _class_loss)
+
+
+@EXAMPLES.register("resnet50")
+def resnet50(device: Device = "cpu", *, batch: int = 256, image: int = 224) -> Job:
+    """ResNet-50 on ImageNet shapes: channels last, bfloat16 autocast."""
+    return _imagenet((3, 4, 6, 3), device, batch, image)
+
+
+@EXAMPLES.register("resnet152")
+def resnet152(device: Device = "cpu", *, batch: int = 256, image: int = 224) -> Job:
+    """ResNet-152 on ImageNet shapes: channels last, bfloat16 autocast."""
+    return _imagenet((3, 8, 36, 3), device, batch, image)
+
+
+@EXAMPLES.register("llama-tiny")
+def llama_tiny(
+    device: Device = "cpu",
+    *,
+    layers: int = 4,
+    dim: int = 128,
+    heads: int = 4,
+    vocab: int = 1024,
+    batch: int = 8,
+    sequence: int = 128,
+) -> Job:
+    """The Llama of transformers, very small, in float32."""
+    return _llama(
+        device,
+        torch.float32,
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        vocab=vocab,
+        batch=batch,
+        sequence=sequence,
+    )
+
+
+@EXAMPLES.register("llama-1b")
+def llama_1b(
+    device: Device = "cpu",
+    *,
+    layers: int = 16,
+    dim: int = 2048,
+    heads: int = 16,
+    vocab: int = 32000,
+    batch: int = 16,
+    sequence: int = 2048,
+) -> Job:
+    """The Llama of transformers with 1.1 billion parameters, in bfloat16."""
+    return _llama(
+        device,
+        torch.bfloat16,
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        vocab=vocab,
+        batch=batch,
+        sequence=sequence,
+    )
+
+
+@EXAMPLES.register("gpt2")
+def gpt2(device: Device = "cpu", *, layers: int = 12, batch: int = 8, sequence: int = 1024) -> Job:
+    """GPT-2 small of transformers, dropout as published, in float32."""
+    lib = _transformers("gpt2")
+    config = lib.GPT2Config(n_layer=layers, n_positions=sequence, use_cache=False)
+    model = _build(device, lambda: lib.GPT2LMHeadModel(config))
+    return Job(model, _tokens(device, config.vocab_size, batch, sequence), _own_loss)
+
+
+# -- models on their device ----------------------------------------------------------------------
+
+
+def _build(device: Device, make: Callable[[], nn.Module]) -> nn.Module:
+    """The model, made on its device: always the same weights, and the global RNG untouched."""
+    on_cuda = torch.device(device).type == "cuda"
+    seed = torch.manual_seed if on_cuda else torch.default_generator.manual_seed
+    with torch.random.fork_rng(devices=[device] if on_cuda else []), torch.device(device):
+        seed(0)
+        return make()
+
+
+def _imagenet(layers: tuple[int, ...], device: Device, batch: int, image: int) -> Job:
+    model = _build(device, lambda: ResNet(layers, 64, 1000))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    make = _labelled(device, (batch, 3, image, image), 1000, (batch,))
+
+    def make_batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+        images, labels = make(seed)
+        return images.contiguous(memory_format=torch.channels_last), labels
+
+    return Job(model, make_batch, _autocast_class_loss)
+
+
+def _llama(
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    layers: int,
+    dim: int,
+    heads: int,
+    vocab: int,
+    batch: int,
+    sequence: int,
+) -> Job:
+    lib = _transformers("llama")
+    config = lib.LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=dim,
+        intermediate_size=int(dim * 2.6875) // 128 * 128,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=sequence,
+        use_cache=False,
+    )
+    model = _build(device, lambda: lib.AutoModelForCausalLM.from_config(config, dtype=dtype))
+    return Job(model.train(), _tokens(device, vocab, batch, sequence), _own_loss)
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise InputError(
+            f"example {name!r} needs transformers: pip install 'legroom[transformers]'"
+        ) from error
+
+
+# -- batches -------------------------------------------------------------------------------------
+
+
+def _tokens(device: Device, vocab: int, batch: int, sequence: int) -> MakeBatch:
+    def make_batch(seed: int = 0) -> dict[str, Tensor]:
+        tokens = _integers(device, seed, vocab, (batch, sequence))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return make_batch
+
+
+def _labelled(
+    device: Device, shape: tuple[int, ...], classes: int, label_shape: tuple[int, ...]
+) -> MakeBatch:
+    def make_batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+        labels = _integers(device, seed + 1, classes, label_shape)
+        if torch.device(device).type == "meta":
+            return torch.empty(shape, device=device), labels
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape, generator=generator, device="cpu").to(device), labels
+
+    return make_batch
+
+
+def _integers(device: Device, seed: int, high: int, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(high, shape, generator=generator, device="cpu").to(device)
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels = model(batch["input_ids"]), batch["labels"].roll(-1, 1)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def _autocast_class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    kind = images.device.type
+    with nullcontext() if kind == "meta" else torch.autocast(kind, torch.bfloat16):
+        logits = model(images)
+    return F.cross_entropy(logits.float(), labels)

@@ -1,0 +1,300 @@
+"""Record one step as it runs: ops, storages, saved tensors and module calls.
+
+The recorder sees every op below autograd (a dispatch mode), every module call (global module
+hooks) and every tensor autograd saves. It works on fake tensors, where nothing is allocated, and
+on real ones, where a timer takes the time of each op.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook as _after_forward
+from torch.nn.modules.module import register_module_forward_pre_hook as _before_forward
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from legroom.memory.saved import StorageTable, has_storage, is_ours, weight_storages
+from legroom.memory.trace import Phase
+
+
+@dataclass
+class RawOp:
+    """One op as it ran."""
+
+    name: str
+    module: str
+    phase: Phase
+    reads: list[int]
+    writes: list[int]
+    flops: float
+    dtype: str
+    random: bool
+    sealed: bool
+    """It draws from a generator of the user's own, which a replay could not rewind."""
+    time_s: float = 0.0
+    workspace_bytes: int = 0
+    unpacked: int = -1
+    """The saved row last asked for before it, in backward."""
+
+
+@dataclass
+class RawStorage:
+    """One storage as it lived; `death` None is still alive."""
+
+    num_bytes: int
+    dtype: str
+    birth: int
+    name: str
+    role: str = ""
+    """"weight", "state" or "gradient" where known; else it follows from its life."""
+    release: int | None = None
+    death: int | None = None
+    lives: int = 1
+    """Copies of it now on the device: the original, and one come back for backward."""
+
+
+@dataclass
+class RawSaved:
+    """One saved tensor: storage, position packed, positions asked for."""
+
+    storage: int
+    packed: int
+    unpacked: list[int] = field(default_factory=list)
+
+
+@dataclass
+class RawCall:
+    """One call of a module: which ops and saved rows fell inside."""
+
+    path: str
+    module: nn.Module
+    depth: int
+    call: int
+    first_op: int
+    first_saved: int
+    grad: bool
+    last_op: int = -1
+    last_saved: int = -1
+
+
+class Timer(Protocol):
+    """Takes the time, and the extra bytes, of each op."""
+
+    def start(self) -> None:
+        """An op is about to run."""
+
+    def stop(self) -> None:
+        """It has run."""
+
+
+class Recorder(TorchDispatchMode):
+    """Log of one step; see `profile.build_step` for what is made of it."""
+
+    def __init__(self, model: nn.Module, device: torch.device, timer: Timer | None = None) -> None:
+        super().__init__()
+        self.device = device
+        self.timer = timer
+        self.ops: list[RawOp] = []
+        self.storages: list[RawStorage] = []
+        self.saved: list[RawSaved] = []
+        self.calls: list[RawCall] = []
+        self.backward_seen = False
+        self.paused = False
+        self.running = False
+        self.last_unpacked = -1
+        self._stack: list[RawCall] = []
+        self._counts: dict[int, int] = {}
+        self._paths = {id(m): name for name, m in model.named_modules()}
+        self._table: StorageTable[tuple[int, bool]] = StorageTable(self._died)
+        self.weights = weight_storages([model])
+        self._name_weights(model)
+
+    # -- storages ----------------------------------------------------------------------------
+
+    def _name_weights(self, model: nn.Module) -> None:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.name_storage(tensor, name, "weight")
+
+    def name_storage(self, tensor: Tensor, name: str, role: str) -> None:
+        """Say what a storage is for; it counts as there from before the step if yet unseen."""
+        if self._here(tensor):
+            sid = self.sid(tensor, birth=-1)
+            if not self.storages[sid].role:
+                self.storages[sid].role, self.storages[sid].name = role, name
+
+    def sid(self, tensor: Tensor, birth: int) -> int:
+        """The number of a tensor's storage, new if it was not known."""
+        storage = tensor.untyped_storage()
+        known = self._table.get(storage)
+        if known is not None:
+            return known[0]
+        where = self.path or self.ops[-1].name if self.ops else self.path
+        row = RawStorage(storage.nbytes(), _dtype(tensor), birth, where)
+        self.storages.append(row)
+        self._table.put(storage, (len(self.storages) - 1, False))
+        return len(self.storages) - 1
+
+    def adopt(self, tensor: Tensor, sid: int) -> None:
+        """These bytes are storage `sid`, come back for backward."""
+        self.storages[sid].lives += 1
+        self._table.put(tensor.untyped_storage(), (sid, True))
+
+    def _died(self, value: tuple[int, bool]) -> None:
+        sid, is_copy = value
+        row = self.storages[sid]
+        last = len(self.ops) if self.running else len(self.ops) - 1
+        if not is_copy:
+            row.release = last
+        row.lives -= 1
+        row.death = last
+
+    def _known(self, tree: Any, birth: int) -> list[int]:
+        ids: dict[int, None] = {}
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor) and self._here(leaf):
+                ids[self.sid(leaf, birth)] = None
+        return list(ids)
+
+    def _here(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device.type and has_storage(tensor)
+
+    # -- ops ---------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The module that is running now."""
+        return self._stack[-1].path if self._stack else ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or is_silent(func):
+            return func(*args, **kwargs)
+        reads = self._known((args, kwargs), birth=-1)
+        self.running = True
+        if self.timer is not None:
+            self.timer.start()
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.running = False
+            if self.timer is not None:
+                self.timer.stop()
+        self.ops.append(self._describe(func, args, kwargs, out, reads))
+        return out
+
+    def _describe(self, func: Any, args: Any, kwargs: Any, out: Any, reads: list[int]) -> RawOp:
+        index, packet = len(self.ops), func._overloadpacket
+        writes = self._known(out, birth=index)
+        writes = [s for s in writes if s not in reads] + self._mutated(func, args, kwargs)
+        flops = flop_registry.get(packet)
+        leaves = [x for x in tree_leaves((args, kwargs)) if x is not None]
+        generator = any(isinstance(x, torch.Generator) for x in leaves)
+        return RawOp(
+            name=str(func).removesuffix(".default"),
+            module=self.path,
+            phase=self._phase(),
+            reads=reads,
+            writes=writes,
+            flops=float(flops(*args, **kwargs, out_val=out)) if flops else 0.0,
+            dtype=next((_dtype(x) for x in tree_leaves(out) if isinstance(x, Tensor)), ""),
+            random=torch.Tag.nondeterministic_seeded in func.tags,
+            sealed=generator,
+            unpacked=self.last_unpacked,
+        )
+
+    def _mutated(self, func: Any, args: Any, kwargs: Any) -> list[int]:
+        """Storages the op changes in place, by its schema."""
+        changed: list[Any] = []
+        for i, arg in enumerate(func._schema.arguments):
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                changed.append(args[i] if i < len(args) else kwargs.get(arg.name))
+        return self._known(changed, birth=-1)
+
+    def _phase(self) -> Phase:
+        if torch._C._current_graph_task_id() != -1:
+            self.backward_seen = True
+            return Phase.BACKWARD
+        if self.backward_seen and not torch.is_grad_enabled():
+            return Phase.UPDATE
+        return Phase.FORWARD
+
+    # -- saved tensors -----------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> int:
+        """Autograd saves a tensor: note it, and return its row (-1 if it is not ours)."""
+        if not is_ours(tensor, self.device, self.weights) or in_backward():
+            return -1
+        self.saved.append(RawSaved(self.sid(tensor, birth=-1), len(self.ops)))
+        return len(self.saved) - 1
+
+    def unpack(self, row: int) -> None:
+        """Backward asks for a saved tensor."""
+        self.backward_seen = True
+        self.saved[row].unpacked.append(len(self.ops))
+        self.last_unpacked = row
+
+    # -- modules -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watch_modules(self) -> Iterator[None]:
+        """Follow module calls while the step runs."""
+        handles = [
+            _before_forward(self._enter_module),
+            _after_forward(self._leave_module, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        path = self._paths.get(id(module))
+        if path is None or self.paused:
+            return
+        call = self._counts.get(id(module), 0)
+        self._counts[id(module)] = call + 1
+        raw = RawCall(
+            path=path,
+            module=module,
+            depth=len(self._stack),
+            call=call,
+            first_op=len(self.ops),
+            first_saved=len(self.saved),
+            grad=torch.is_grad_enabled(),
+        )
+        self._stack.append(raw)
+        self.calls.append(raw)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack and self._stack[-1].module is module and not self.paused:
+            raw = self._stack.pop()
+            raw.last_op, raw.last_saved = len(self.ops) - 1, len(self.saved) - 1
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+_ALIASES = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"}
+
+
+def is_silent(func: Any) -> bool:
+    """Views, queries and such: ops that make no bytes and change none."""
+    if func.namespace == "prim" or func._schema.name in _ALIASES:
+        return True
+    returns = func._schema.returns
+    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return aliased and not func._schema.is_mutable
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

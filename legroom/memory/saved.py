@@ -1,0 +1,102 @@
+"""Which storage a tensor lives in, and which saved tensors are ours to act on.
+
+[Note: identity] A storage is known by a weak reference, never by its address alone: addresses are
+used again within one step. The table below forgets a storage the moment it dies.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+SMALL_BYTES = 1024
+"""Saved storages up to this size are left alone: handling them costs more than they hold."""
+
+T = TypeVar("T")
+
+
+class StorageTable(Generic[T]):
+    """A weak dict from storages to values; an optional callback hears of each death."""
+
+    def __init__(self, on_death: Callable[[T], None] | None = None) -> None:
+        self._rows: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
+        self._on_death = on_death
+
+    def get(self, storage: torch.UntypedStorage) -> T | None:
+        """The value filed for this very storage, or None."""
+        row = self._rows.get(storage._cdata)
+        return row[1] if row is not None else None
+
+    def put(self, storage: torch.UntypedStorage, value: T) -> None:
+        """File a value until the storage dies."""
+        key = storage._cdata
+
+        def forget(_: object) -> None:
+            self._rows.pop(key, None)
+            if self._on_death is not None:
+                self._on_death(value)
+
+        self._rows[key] = (weakref.ref(storage, forget), value)
+
+    def clear(self) -> None:
+        """Forget all, quietly."""
+        self._rows.clear()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def weight_storages(modules: Iterable[nn.Module]) -> StorageTable[bool]:
+    """The storages of all parameters and buffers."""
+    table: StorageTable[bool] = StorageTable()
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if has_storage(tensor):
+                table.put(tensor.untyped_storage(), True)
+    return table
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is plain strided memory (not sparse, not a wrapper without bytes)."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return tensor.layout == torch.strided and (plain or isinstance(tensor, FakeTensor))
+
+
+def is_ours(tensor: Tensor, device: torch.device, weights: StorageTable[bool]) -> bool:
+    """Whether a saved tensor is an activation on the device, and worth acting on."""
+    if tensor.device.type != device.type or not has_storage(tensor):
+        return False
+    if isinstance(tensor, nn.Parameter):
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() > SMALL_BYTES and weights.get(storage) is None
+
+
+@dataclass(frozen=True)
+class ViewOf:
+    """How a tensor looks at its storage: dtype, size, stride, offset."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "ViewOf":
+        """The view this tensor takes of its storage."""
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, flat: Tensor) -> Tensor:
+        """The same view of other bytes, given as a flat uint8 tensor of the whole storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=flat.device)
+        return empty.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's whole storage as a flat uint8 tensor, sharing memory."""
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())
