@@ -22,7 +22,8 @@ def load_job(name: str) -> Builder:
 
     The function returns a Job or `(model, make_batch, loss_fn)`; one that takes a `device` keyword
     gets it. Raises UnknownName for a name or function that is not there, InputError for a missing
-    module or file or what cannot be called; the builder raises InputError for a wrong return.
+    module or file or what cannot be called; the builder raises InputError for wrong arguments or
+    a wrong return.
     """
     where, colon, function = name.rpartition(":")
     if not colon and not name.endswith(".py"):
@@ -39,7 +40,7 @@ def _load_module(where: str) -> ModuleType:
     _see(Path.cwd())
     try:
         return importlib.import_module(where)
-    except (ImportError, TypeError) as error:
+    except (ImportError, SyntaxError, TypeError) as error:
         raise InputError(f"cannot import {where!r}: {error}") from error
 
 
@@ -79,9 +80,17 @@ def _builder(name: str, function: Callable[..., Any]) -> Builder:
     def build(device: Device = "cpu", **sizes: Any) -> Job:
         if _takes(function, "device"):
             sizes["device"] = device
+        _check_call(name, function, sizes)
         return _as_job(name, function(**sizes))
 
     return build
+
+
+def _check_call(name: str, function: Callable[..., Any], sizes: dict[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(**sizes)
+    except TypeError as error:
+        raise InputError(f"cannot call {name} with {sorted(sizes)}: {error}") from None
 
 
 def _as_job(name: str, made: Any) -> Job:

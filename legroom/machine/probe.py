@@ -30,10 +30,9 @@ PINNED_SHARE = 0.5
 """Of host memory; the rest stays pageable for the system, the file cache and loaders."""
 DISK_RESERVE_SHARE = 0.05
 """Of free disk; a full file system harms more than this job."""
-CGROUP_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
+NUM_STATE_ELEMENTS = 2**22
+"""Of the update on the host: its four tensors are larger than most caches."""
+CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 Progress = Callable[[str, float], None]
 
@@ -49,13 +48,11 @@ class _Sizes:
     memory_bytes: int
     copy_bytes: int
     disk_bytes: int
-    num_state_elements: int
 
 
-# [Note: Device memory of the probe]
-# The largest need is three square matrices of float32 and the matrix library's workspace
-# (32 MiB): 224 MiB quick, 800 MiB full. Copies take 2 x copy_bytes, the memory rate
-# 2 x memory_bytes, each freed before the next is taken.
+# Device memory of the probe: at most three square matrices of float32 and the matrix
+# library's workspace (32 MiB), 224 MiB quick and 800 MiB full. Samples are short, since a card
+# that does nothing but products for long lowers its clock, as it does not in a mixed step.
 _QUICK = _Sizes(
     repeats=3,
     sample_s=0.01,
@@ -63,26 +60,20 @@ _QUICK = _Sizes(
     memory_bytes=96 * MIB,
     copy_bytes=64 * MIB,
     disk_bytes=64 * MIB,
-    num_state_elements=2**20,
 )
 _FULL = _Sizes(
     repeats=5,
-    sample_s=0.1,
+    sample_s=0.02,
     matrix_side=8192,
     memory_bytes=384 * MIB,
     copy_bytes=256 * MIB,
     disk_bytes=512 * MIB,
-    num_state_elements=2**22,
 )
 _SIZES = {
     ("cuda", True): _QUICK,
     ("cuda", False): _FULL,
     ("cpu", True): replace(_QUICK, matrix_side=512, memory_bytes=32 * MIB),
     ("cpu", False): replace(_FULL, matrix_side=2048, memory_bytes=256 * MIB),
-}
-_DTYPES = {
-    "cpu": (torch.float32, torch.bfloat16),
-    "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
 
 
@@ -140,19 +131,16 @@ def _cache_path(name: str) -> Path:
 
 
 def _target(device: str | None) -> torch.device:
-    here = torch.cuda.is_available()
-    try:
-        target = torch.device(device or ("cuda" if here else "cpu"))
-    except RuntimeError:
-        raise InputError(f"no such device: {device!r}; use 'cpu', 'cuda' or 'cuda:1'") from None
-    if target.type not in ("cpu", "cuda"):
-        raise InputError(f"cannot probe {device!r}; use 'cpu' or 'cuda'")
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise InputError(f"cannot probe the device {name!r}; use 'cpu', 'cuda' or 'cuda:1'")
+    target = torch.device(name)
     if target.type == "cpu":
-        return torch.device("cpu")
-    index = target.index if target.index is not None else 0
-    if not here or index >= torch.cuda.device_count():
-        raise InputError(f"no device {device!r} on this machine; 'cpu' is always there")
-    return torch.device("cuda", torch.cuda.current_device() if target.index is None else index)
+        return target
+    if (target.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"no device {name!r} on this machine; 'cpu' is always there")
+    index = torch.cuda.current_device() if target.index is None else target.index
+    return torch.device("cuda", index)
 
 
 def _name(target: torch.device) -> str:
@@ -218,7 +206,7 @@ def _cgroup_limit() -> int | None:
     """The container's memory limit: the machine's RAM is no promise inside one."""
     for name in CGROUP_LIMITS:
         try:
-            text = Path(name).read_text().strip()
+            text = Path("/sys/fs/cgroup", name).read_text().strip()
         except OSError:
             continue
         if text.isdigit():
@@ -267,12 +255,15 @@ class _Bench:
 
     def matrix_rates(self) -> dict[str, float]:
         """FLOP per second of a large square product, by dtype."""
-        dtypes = _DTYPES[self.target.type]
-        if self.cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-            dtypes = tuple(d for d in dtypes if d is not torch.bfloat16)
+        dtypes = [torch.float32]
+        if not self.cuda or torch.cuda.is_bf16_supported(including_emulation=False):
+            dtypes.append(torch.bfloat16)
+        if self.cuda:
+            dtypes.append(torch.float16)
         return {str(d).removeprefix("torch."): self._matrix_rate(d) for d in dtypes}
 
     def _matrix_rate(self, dtype: torch.dtype) -> float:
+        _release(self.target)
         side = self.sizes.matrix_side
         # A generator of our own leaves the caller's random state alone; random numbers,
         # since a card that multiplies zeros runs cooler and faster than it will in use.
@@ -297,6 +288,7 @@ class _Bench:
 
     def memory_rate(self) -> float:
         """Bytes per second, read plus written, of a copy within the device."""
+        _release(self.target)
         num_bytes = self.sizes.memory_bytes
         source = torch.ones(num_bytes // 4, dtype=torch.float32, device=self.target)
         target = torch.empty_like(source)
@@ -310,16 +302,14 @@ class _Bench:
 
 def _worker_rate(sizes: _Sizes) -> float:
     """One CPU thread's rate over parameter, gradient and both Adam states, each counted once."""
-    tensors = [torch.zeros(sizes.num_state_elements, dtype=torch.float32) for _ in range(4)]
+    tensors = [torch.zeros(NUM_STATE_ELEMENTS, dtype=torch.float32) for _ in range(4)]
     param, grad, average, square = ([t] for t in tensors)
     steps = [torch.zeros((), dtype=torch.float32)]
     knobs: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "lr": 1e-3, "weight_decay": 0.0}
+    knobs |= {"eps": 1e-8, "amsgrad": False, "maximize": False, "fused": True}
 
     def update() -> None:
-        adamw(
-            param, grad, average, square, [], steps,
-            fused=True, amsgrad=False, eps=1e-8, maximize=False, **knobs,
-        )  # fmt: skip
+        adamw(param, grad, average, square, [], steps, **knobs)
 
     bench = _Bench(torch.device("cpu"), sizes)
     before = torch.get_num_threads()
@@ -334,6 +324,7 @@ def _release(target: torch.device) -> None:
     """Hand the probe's device memory back, the matrix library's workspace included."""
     if target.type != "cuda":
         return
+    torch.cuda.synchronize(target)
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
@@ -347,11 +338,11 @@ _Links = tuple[tuple[Link, ...], dict[str, float], float]
 
 def _pair(near: str, far: str, root: str, rates: PairRates) -> tuple[Link, Link]:
     """The roads between two tiers, there and back."""
-    there = Link(
-        source=near, target=far, bytes_per_s=rates.there, latency_s=rates.latency_s, root=root
+    late = rates.latency_s
+    return (
+        Link(source=near, target=far, bytes_per_s=rates.there, latency_s=late, root=root),
+        Link(source=far, target=near, bytes_per_s=rates.back, latency_s=late, root=root),
     )
-    back = msgspec.structs.replace(there, source=far, target=near, bytes_per_s=rates.back)
-    return there, back
 
 
 def _cpu_links(drive: PairRates) -> _Links:
@@ -391,6 +382,7 @@ def _pinned(num_bytes: int) -> Iterator[tuple[torch.Tensor, float]]:
 
 def _copy_rates(bench: _Bench, near: torch.Tensor, far: torch.Tensor) -> PairRates:
     """Rates of the link between device and pinned memory, alone and both ways at once."""
+    _release(bench.target)
     source, sink = torch.zeros_like(near, device=bench.target), far.to(bench.target)
     new_stream: Any = torch.cuda.Stream
     streams = new_stream(bench.target), new_stream(bench.target)

@@ -92,6 +92,9 @@ class ViewOf:
 
     def on(self, flat: Tensor) -> Tensor:
         """The same view of other bytes, given as a flat uint8 tensor of the whole storage."""
+        if isinstance(flat, FakeTensor):  # set_ on a fake storage would keep it alive for good
+            whole = flat.numel() // self.dtype.itemsize * self.dtype.itemsize
+            return flat[:whole].view(self.dtype).as_strided(self.size, self.stride, self.offset)
         empty = torch.empty(0, dtype=self.dtype, device=flat.device)
         return empty.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
 

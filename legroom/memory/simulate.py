@@ -60,14 +60,14 @@ class Simulator:
         self.step, self.machine = step, machine
         count = len(step.ops)
         self._delta = np.zeros(count + 3, dtype=np.int64)
-        self._births = np.zeros(count + 2, dtype=np.int64)
+        self.births = np.zeros(count + 2, dtype=np.int64)
         for s in step.storages:
             self._delta[max(s.birth, 0)] += s.num_bytes
             self._delta[s.death + 1] -= s.num_bytes
             if s.birth >= 0:
-                self._births[s.birth] += s.num_bytes
-        self._scratch = np.array([*(op.workspace_bytes for op in step.ops), 0], dtype=np.int64)
-        self._until = np.concatenate(([0.0], np.cumsum([op.time_s for op in step.ops])))
+                self.births[s.birth] += s.num_bytes
+        self.scratch = np.array([*(op.workspace_bytes for op in step.ops), 0], dtype=np.int64)
+        self.until = np.concatenate(([0.0], np.cumsum([op.time_s for op in step.ops])))
         self.routes = {t.name: machine.route(t.name) for t in machine.tiers if t.name != "device"}
         self._replay_cache: dict[tuple[int, str], Replay] = {}
 
@@ -105,11 +105,12 @@ class Simulator:
                 self._add_compress(delta, a)
         for replay in replays:
             for s in replay.variant.drops:
-                delta[storages[s].release + 1] -= storages[s].num_bytes
+                # A later block that runs again may still hold it as its input.
+                delta[max(storages[s].release + 1, last_need.get(s, 0))] -= storages[s].num_bytes
                 delta[replay.position] += storages[s].num_bytes
-        levels = np.cumsum(delta)[: len(self._scratch)]
+        levels = np.cumsum(delta)[: len(self.scratch)]
         peaks = tuple((r, self._replay_peak(r, levels, last_need)) for r in replays)
-        return Shape(levels + self._scratch, peaks)
+        return Shape(levels + self.scratch, peaks)
 
     def _add_compress(self, delta: Levels, a: Compress) -> None:
         storage, use = self.step.storages[a.storage], self.step.first_use(a.storage)
@@ -122,7 +123,7 @@ class Simulator:
     def _replay_peak(self, replay: Replay, levels: Levels, last_need: dict[int, int]) -> int:
         """Bytes just before the replay's position, its inputs still there, plus its own peak."""
         p, storages = replay.position, self.step.storages
-        level = int(levels[p] - self._births[p]) - replay.variant.dropped_bytes
+        level = int(levels[p] - self.births[p]) - replay.variant.dropped_bytes
         for s in self.step.blocks[replay.block].inputs:
             if last_need.get(s) == p and storages[s].death < p:
                 level += storages[s].num_bytes
@@ -177,8 +178,8 @@ class Simulator:
                 alive = False
             if alive:
                 parts[s.kind.value] = parts.get(s.kind.value, 0) + s.num_bytes
-        if self._scratch[at]:
-            parts["workspace"] = int(self._scratch[at])
+        if self.scratch[at]:
+            parts["workspace"] = int(self.scratch[at])
         return parts
 
 
@@ -206,7 +207,7 @@ class Play:
 
     def run(self) -> float:
         """Play all events; return when the last op ends."""
-        until, at = self.sim._until, 0
+        until, at = self.sim.until, 0
         for event in sorted(self._events()):
             place = min(event.position, len(until) - 1)
             self.now_s += until[place] - until[at]

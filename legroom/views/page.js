@@ -3,6 +3,7 @@
 // when something failed.
 (() => {
   const body = document.body;
+  addEventListener("error", (event) => { body.dataset.error = String(event.message); });
   const byId = (id) => document.getElementById(id);
   const memory = byId("memory"), lanes = byId("lanes"), tip = byId("tip");
   const SVG = memory.namespaceURI;
@@ -19,7 +20,7 @@
   function scaled(value, units) {
     const unit = units.find((u) => Math.abs(value) >= u[1]) || units[units.length - 1];
     const v = value / unit[1];
-    return v.toFixed(unit[1] === 1 && unit[0] === "B" ? 0 : Math.abs(v) >= 10 ? 1 : 2) + " " + unit[0];
+    return v.toFixed(unit[0] === "B" ? 0 : Math.abs(v) >= 10 ? 1 : 2) + " " + unit[0];
   }
   const SIZES = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
   const TIMES = [["s", 1], ["ms", 1e-3], ["us", 1e-6], ["ns", 1e-9]];
@@ -55,28 +56,30 @@
     parent.appendChild(node);
     return node;
   }
-  const width = () => Math.max(260, memory.parentNode.clientWidth - padding());
-  function padding() {
-    const style = getComputedStyle(memory.parentNode);
-    return parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+  let width = 0; // of both charts, right edge of the plot included
+  let edge = 0;  // where the plot ends
+  function measure() {
+    width = Math.max(260, Math.round(memory.getBoundingClientRect().width));
+    edge = width - RIGHT;
+    return width;
   }
-  const x = (t) => LEFT + (t - view[0]) / (view[1] - view[0]) * (width() - LEFT - RIGHT);
-  const when = (px) => view[0] + (px - LEFT) / (width() - LEFT - RIGHT) * (view[1] - view[0]);
+  const x = (t) => LEFT + (t - view[0]) / (view[1] - view[0]) * (edge - LEFT);
+  const when = (px) => view[0] + (px - LEFT) / (edge - LEFT) * (view[1] - view[0]);
   const clamp = (v, low, high) => Math.min(high, Math.max(low, v));
   function reset(svg, height, id) {
     svg.replaceChildren();
-    svg.setAttribute("viewBox", `0 0 ${width()} ${height}`);
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.style.height = height + "px";
     const clip = add(add(svg, "defs", {}), "clipPath", { id });
-    add(clip, "rect", { x: LEFT, y: 0, width: width() - LEFT - RIGHT, height });
+    add(clip, "rect", { x: LEFT, y: 0, width: edge - LEFT, height });
     return add(svg, "g", {});
   }
   function timeAxis(svg, grid, top, bottom) {
-    for (const [t, label] of ticks(view[0], view[1], width() < 500 ? 4 : 9, TIMES)) {
+    for (const [t, label] of ticks(view[0], view[1], width < 500 ? 4 : 9, TIMES)) {
       add(grid, "line", { x1: x(t), x2: x(t), y1: top, y2: bottom, class: "grid" });
-      const edge = x(t) > width() - 34 ? "end" : "middle";
-      const at = edge === "end" ? width() : x(t);
-      add(svg, "text", { x: at, y: bottom + 17, "text-anchor": edge }, label);
+      const late = x(t) > width - 34;
+      add(svg, "text", { x: late ? width : x(t), y: bottom + 17,
+        "text-anchor": late ? "end" : "middle" }, label);
     }
   }
 
@@ -94,27 +97,27 @@
     return [first, Math.min(times.length, sampleAt(times, view[1]) + 2)];
   }
   // Memory changes at once and then stays, so the outline is a staircase.
-  function stairs(times, values, y, from, to) {
+  function stairs(times, values, y, from, to, end) {
     let path = `M${x(times[from]).toFixed(1)},${y(values[from]).toFixed(1)}`;
     for (let i = from + 1; i < to; i++) {
       path += `H${x(times[i]).toFixed(1)}V${y(values[i]).toFixed(1)}`;
     }
-    return path + `H${x(to < times.length ? times[to] : D.end).toFixed(1)}`;
+    return path + `H${x(to < times.length ? times[to] : end).toFixed(1)}`;
   }
 
   const totals = D.times.map((_, i) => D.kinds.reduce((sum, k) => sum + k.values[i], 0));
   const measuredTop = D.measured ? D.measured.total.reduce((a, b) => Math.max(a, b), 0) : 0;
   const must = D.lines.filter((l) => l.main).map((l) => l.bytes);
   const floor = Math.max(D.peak.bytes, measuredTop, 1, ...must);
-  const shown = D.lines.filter((l) => l.bytes <= floor * 2.5);
+  const shown = D.lines.filter((l) => l.bytes <= floor * 1.5);
   const top = Math.max(floor, ...shown.map((l) => l.bytes)) * 1.1;
 
   function drawMemory() {
-    const height = width() < 500 ? 270 : 340, bottom = height - 26, y0 = 10;
+    const height = width < 500 ? 270 : 340, bottom = height - 26, y0 = 10;
     const y = (b) => bottom - b / top * (bottom - y0);
     const grid = reset(memory, height, "clip-memory");
     for (const [b, label] of ticks(0, top, 6, SIZES)) {
-      add(grid, "line", { x1: LEFT, x2: width() - RIGHT, y1: y(b), y2: y(b), class: "grid" });
+      add(grid, "line", { x1: LEFT, x2: edge, y1: y(b), y2: y(b), class: "grid" });
       add(memory, "text", { x: LEFT - 8, y: y(b) + 4, "text-anchor": "end" }, label);
     }
     timeAxis(memory, grid, y0, bottom);
@@ -122,7 +125,7 @@
     drawStack(plot, y, bottom);
     drawLines(plot, y);
     drawPeak(plot, y);
-    add(memory, "line", { x1: LEFT, x2: width() - RIGHT, y1: bottom, y2: bottom, class: "axis" });
+    add(memory, "line", { x1: LEFT, x2: edge, y1: bottom, y2: bottom, class: "axis" });
     memory.mark = add(memory, "line",
       { y1: y0, y2: bottom, x1: -9, x2: -9, class: "cursor", visibility: "hidden" });
   }
@@ -131,14 +134,14 @@
     const [from, to] = range(D.times);
     const level = totals.slice();
     for (const kind of D.kinds.slice().reverse()) {
-      const outline = stairs(D.times, level, y, from, to);
+      const outline = stairs(D.times, level, y, from, to, D.predictedEnd);
       const start = x(D.times[from]).toFixed(1);
       add(plot, "path", { d: `${outline}V${bottom}H${start}Z`, class: colour(kind.name) });
       kind.values.forEach((v, i) => { level[i] -= v; });
     }
     if (D.measured && D.measured.times.length) {
       const part = range(D.measured.times);
-      const d = stairs(D.measured.times, D.measured.total, y, ...part);
+      const d = stairs(D.measured.times, D.measured.total, y, ...part, D.measured.end);
       add(plot, "path", { d, class: "casing" });
       add(plot, "path", { d, class: "measured" });
     }
@@ -146,7 +149,7 @@
   function drawLines(plot, y) {
     for (const line of shown) {
       const name = line.main ? "limit" : "mild";
-      add(plot, "line", { x1: LEFT, x2: width() - RIGHT, y1: y(line.bytes), y2: y(line.bytes),
+      add(plot, "line", { x1: LEFT, x2: edge, y1: y(line.bytes), y2: y(line.bytes),
         class: name, "stroke-width": 2, "stroke-dasharray": "7 5" });
       add(plot, "text", { x: LEFT + 8, y: y(line.bytes) - 6, class: "halo " + name },
         `${line.label} ${bytes(line.bytes)}`);
@@ -154,11 +157,12 @@
   }
   function drawPeak(plot, y) {
     if (!D.times.length || D.peak.time < view[0] || D.peak.time > view[1]) return;
-    const at = x(D.peak.time), height = y(D.peak.bytes), right = at > width() / 2;
+    const at = x(D.peak.time), height = y(D.peak.bytes);
+    const text = "predicted peak " + bytes(D.peak.bytes), room = text.length * 7.2 + 12;
     add(plot, "circle", { cx: at, cy: height, r: 5, class: "peak" });
-    const under = shown.some((l) => Math.abs(y(l.bytes) - height) < 30) ? 20 : -9;
-    add(plot, "text", { x: at + (right ? -9 : 9), y: height + under, class: "strong halo",
-      "text-anchor": right ? "end" : "start" }, "predicted peak " + bytes(D.peak.bytes));
+    const close = shown.some((l) => Math.abs(y(l.bytes) - height + 4) < 15);
+    const left = clamp(at + 9, LEFT + 4, edge - room);
+    add(memory, "text", { x: left, y: height + (close ? 20 : -10), class: "strong halo" }, text);
   }
 
   const rows = D.groups.flatMap((g) => g.lanes.map((lane) => ({ ...lane, group: g.title })));
@@ -173,15 +177,16 @@
       const name = D.groups.length > 1 ? `${row.group}: ${row.name}` : row.name;
       add(lanes, "text", { x: LEFT, y: y - 5, class: "strong halo" },
         `${name}, busy ${(100 * row.busy / D.end).toFixed(0)} %`);
-      add(plot, "rect", { x: LEFT, y, width: width() - LEFT - RIGHT, height: BAR, class: "trough" });
+      add(plot, "rect", { x: LEFT, y, width: edge - LEFT, height: BAR, class: "trough" });
       row.spans.forEach((span, s) => drawSpan(plot, span, r, s, y));
     });
-    add(lanes, "line", { x1: LEFT, x2: width() - RIGHT, y1: bottom, y2: bottom, class: "axis" });
+    add(lanes, "line", { x1: LEFT, x2: edge, y1: bottom, y2: bottom, class: "axis" });
   }
   function drawSpan(plot, [start, end, label, kind], r, s, y) {
     if (end < view[0] || start > view[1]) return;
-    const left = Math.max(x(start), LEFT - 2), wide = Math.min(x(end), width()) - left;
-    const name = `span ${colour(D.spanKinds[kind])}` + (chosen[0] === r && chosen[1] === s ? " chosen" : "");
+    const left = Math.max(x(start), LEFT - 2), wide = Math.min(x(end), width) - left;
+    const mark = chosen[0] === r && chosen[1] === s ? " chosen" : "";
+    const name = `span ${colour(D.spanKinds[kind])}${mark}`;
     add(plot, "rect", { x: left.toFixed(2), y, width: Math.max(wide, 0.7).toFixed(2), height: BAR,
       class: name, "stroke-width": wide > 4 ? 0.6 : 0, "data-at": `${r} ${s}` });
     const text = D.labels[label];
@@ -218,7 +223,8 @@
     tip.hidden = false;
     const box = tip.getBoundingClientRect();
     const right = px + 16 + box.width <= innerWidth - 8;
-    tip.style.left = clamp(right ? px + 16 : px - 16 - box.width, 8, innerWidth - box.width - 8) + "px";
+    const left = right ? px + 16 : px - 16 - box.width;
+    tip.style.left = clamp(left, 8, Math.max(8, innerWidth - box.width - 8)) + "px";
     tip.style.top = clamp(py + 14, 8, Math.max(8, innerHeight - box.height - 8)) + "px";
   }
   function hideTip() {
@@ -230,9 +236,10 @@
     const pairs = D.kinds.map((k) => [k.name, bytes(k.values[i])]).reverse();
     pairs.push(["all, predicted", bytes(totals[i])]);
     if (D.measured && D.measured.times.length) {
-      pairs.push(["all, measured", bytes(D.measured.total[sampleAt(D.measured.times, D.times[i])])]);
+      const j = sampleAt(D.measured.times, D.times[i]);
+      pairs.push(["all, measured", bytes(D.measured.total[j])]);
     }
-    const at = clamp(x(D.times[i]), LEFT, width() - RIGHT);
+    const at = clamp(x(D.times[i]), LEFT, edge);
     memory.mark.setAttribute("x1", at);
     memory.mark.setAttribute("x2", at);
     memory.mark.setAttribute("visibility", "visible");
@@ -267,7 +274,10 @@
     const svg = event.currentTarget, from = offset(svg, event);
     const height = svg.getBoundingClientRect().height;
     drag = add(svg, "rect", { x: from, y: 0, width: 0, height, class: "pick" });
-    const span = (e) => [from, offset(svg, e)].map((v) => clamp(v, LEFT, width() - RIGHT)).sort((a, b) => a - b);
+    const span = (e) => {
+      const ends = [from, offset(svg, e)].map((v) => clamp(v, LEFT, edge));
+      return ends.sort((a, b) => a - b);
+    };
     const move = (e) => {
       const [a, b] = span(e);
       drag.setAttribute("x", a);
@@ -316,7 +326,7 @@
     intoView(start, end);
     drawLanes();
     const box = lanes.getBoundingClientRect();
-    showSpan(...chosen, box.left + clamp(x(start), LEFT, width() - 40), box.top + row * ROW + 44);
+    showSpan(...chosen, box.left + clamp(x(start), LEFT, width - 40), box.top + row * ROW + 44);
   }
   function onLane(delta) {
     const row = clamp(chosen[0] + delta, 0, rows.length - 1);
@@ -348,17 +358,17 @@
   byId("zoom-all").addEventListener("click", () => zoom(0, D.end));
 
   function draw() {
+    measure();
     drawMemory();
     drawLanes();
   }
-  addEventListener("error", (event) => { body.dataset.error = String(event.message); });
   try {
     drawLegends();
     draw();
-    let last = width();
+    let last = width;
     addEventListener("resize", () => {
-      if (width() === last) return;
-      last = width();
+      if (measure() === last) return;
+      last = width;
       hideTip();
       draw();
     });

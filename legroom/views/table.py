@@ -41,6 +41,7 @@ def costs_table(outcome: Outcome, limit: int = 15) -> Table:
 def machine_table(machine: Machine) -> Table:
     """What a machine can do: tiers, links and rates."""
     table = _table("what", "how much")
+    table.columns[1].justify = "left"
     table.title = Text(f"{machine.name} ({machine.device})")
     table.caption = Text(f"source: {machine.origin}")
     for row in (*_tier_rows(machine), *_link_rows(machine), *_rate_rows(machine)):
@@ -48,21 +49,22 @@ def machine_table(machine: Machine) -> Table:
     return table
 
 
-def plans_table(
-    rows: Sequence[Plan | tuple[str, str]], unlimited_s: float | None = None
-) -> Table:
-    """One row per policy; a (name, message) pair is a policy that failed, and says why.
+def plans_table(rows: Sequence[Plan | tuple[str, str]], unlimited_s: float | None = None) -> Table:
+    """One row per policy, and below the rows what to know of each.
 
+    A (name, message) pair is a policy that failed, and why; its row has no numbers.
     `unlimited_s` is the step time with no budget, which the ratios are against.
     """
     heads = ("fits", "peak", "step", "ratio", "moved", "recomputed", "stall", "planning")
-    cells = [_plan_row(x, unlimited_s) if isinstance(x, Plan) else _failed_row(*x) for x in rows]
-    noted = any(row[-1] for row in cells)
     table = _table("policy", *heads)
-    if noted:
-        table.add_column("note", overflow="fold", min_width=20)
-    for row in cells:
-        table.add_row(*_texts(row if noted else row[:-1]))
+    notes = []
+    for x in rows:
+        name, *cells = _plan_row(x, unlimited_s) if isinstance(x, Plan) else _failed_row(*x)
+        note = "; ".join(plan_notes(x)) if isinstance(x, Plan) else x[1]
+        table.add_row(*_texts((name, *cells)))
+        notes += [f"{name}: {note}"] if note else []
+    if notes:
+        table.caption = Text("\n".join(notes))
     return table
 
 
@@ -104,10 +106,10 @@ def comparison_rows(comparison: Comparison) -> list[Row]:
 
 def cost_rows(costs: Sequence[ActionCost], limit: int) -> list[Row]:
     """Cells of the costs, most bytes freed first, with what is cut off summed up last."""
-    ranked = sorted(costs, key=lambda c: (-c.freed_bytes, -c.stall_s - c.recompute_s, c.label))
+    ranked = sorted(costs, key=lambda c: (-c.freed_bytes, -c.stall_s - c.recompute_s))
     shown, rest = ranked[:limit], ranked[limit:]
     if rest:
-        shown.append(_sum_up(rest))
+        shown.append(sum_up(rest, f"{len(rest)} more"))
     return [
         (
             c.label,
@@ -118,6 +120,17 @@ def cost_rows(costs: Sequence[ActionCost], limit: int) -> list[Row]:
         )
         for c in shown
     ]
+
+
+def sum_up(costs: Sequence[ActionCost], label: str) -> ActionCost:
+    """Many costs as one."""
+    return ActionCost(
+        label=label,
+        freed_bytes=sum(c.freed_bytes for c in costs),
+        moved_bytes=sum(c.moved_bytes for c in costs),
+        stall_s=sum(c.stall_s for c in costs),
+        recompute_s=sum(c.recompute_s for c in costs),
+    )
 
 
 def moved_bytes(outcome: Outcome) -> int:
@@ -150,16 +163,6 @@ def _row(
     return name, show(predicted), show(measured), error, unlimited
 
 
-def _sum_up(costs: Sequence[ActionCost]) -> ActionCost:
-    return ActionCost(
-        label=f"{len(costs)} more",
-        freed_bytes=sum(c.freed_bytes for c in costs),
-        moved_bytes=sum(c.moved_bytes for c in costs),
-        stall_s=sum(c.stall_s for c in costs),
-        recompute_s=sum(c.recompute_s for c in costs),
-    )
-
-
 def _plan_row(plan: Plan, unlimited_s: float | None) -> Row:
     outcome = plan.predicted
     return (
@@ -172,7 +175,6 @@ def _plan_row(plan: Plan, unlimited_s: float | None) -> Row:
         _seconds(outcome.recompute_s),
         _seconds(outcome.stall_s),
         format_seconds(plan.planning_s),
-        "; ".join(plan_notes(plan)),
     )
 
 
@@ -187,8 +189,8 @@ def plan_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _failed_row(name: str, message: str) -> Row:
-    return (name, "no", *(NONE,) * 7, message)
+def _failed_row(name: str, _: str) -> Row:
+    return (name, "no", *(NONE,) * 7)
 
 
 def _tier_rows(machine: Machine) -> Iterator[Row]:

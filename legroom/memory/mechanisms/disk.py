@@ -110,7 +110,7 @@ class DiskFile:
     def _check(self, offset: int, num_bytes: int) -> None:
         assert not self._closed, "the file is closed"
         assert offset % PAGE_BYTES == 0, f"an offset on disk is not aligned: {offset}"
-        assert 0 <= offset and offset + num_bytes <= self.num_bytes, "outside of the file"
+        assert offset >= 0 and offset + num_bytes <= self.num_bytes, "outside of the file"
 
     def _each(self, offset: int, view: memoryview, plain: Transfer, bounced: Transfer) -> None:
         """Transfer a view, in place as far as the file allows and the rest by a bounce buffer."""

@@ -60,7 +60,7 @@ class Slab:
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the slab as a tensor: no copy, valid as long as it is held."""
         assert self._bytes is not None, "the slab is closed"
-        assert 0 <= offset and offset + num_bytes <= self.num_bytes, "outside of the slab"
+        assert offset >= 0 and offset + num_bytes <= self.num_bytes, "outside of the slab"
         return self._bytes.narrow(0, offset, num_bytes)
 
     def cuts(self, offset: int, num_bytes: int) -> list[tuple[int, int]]:
@@ -125,9 +125,7 @@ def _unregister(registered: list[int], owner: int) -> None:
         cudart.cudaHostUnregister(registered.pop())
 
 
-def layout(
-    intervals: Sequence[Interval], *, align: int = ALIGN_BYTES
-) -> tuple[list[int], int]:
+def layout(intervals: Sequence[Interval], *, align: int = ALIGN_BYTES) -> tuple[list[int], int]:
     """Offsets for (num_bytes, start, end) lifetimes, and the bytes they need together.
 
     A lifetime covers the positions start <= p < end. Largest first, each into the smallest gap
@@ -172,7 +170,7 @@ def check_layout(
     """Raise AssertionError, naming the rows, if two lifetimes share a byte at some position."""
     for row, (offset, (num_bytes, start, end)) in enumerate(zip(offsets, intervals, strict=True)):
         assert offset % align == 0, f"lifetime {row} is not aligned: {offset}"
-        assert 0 <= offset and offset + num_bytes <= total, f"lifetime {row} is outside"
+        assert offset >= 0 and offset + num_bytes <= total, f"lifetime {row} is outside"
         for other in range(row):
             size, since, until = intervals[other]
             apart = end <= since or until <= start

@@ -1,0 +1,107 @@
+"""From a policy's name to a checked plan, or by how much it misses."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from legroom.core.errors import BudgetError
+from legroom.core.registry import Registry
+from legroom.core.units import format_bytes
+from legroom.machine.spec import Machine
+from legroom.memory.actions import Action
+from legroom.memory.plan import Plan
+from legroom.memory.simulate import Simulator
+from legroom.memory.trace import Step
+
+
+class Problem(NamedTuple):
+    """What a policy is given: the step on its machine, and the budget per tier."""
+
+    simulator: Simulator
+    budget: Mapping[str, int]
+    lossy: bool = False
+    """Whether lossy compression is allowed."""
+
+    @property
+    def step(self) -> Step:
+        """The trace."""
+        return self.simulator.step
+
+    @property
+    def limit(self) -> int:
+        """The device's budget."""
+        return self.budget["device"]
+
+    def fits(self, actions: Sequence[Action]) -> bool:
+        """Whether these actions keep the device's budget."""
+        return self.simulator.shape(actions).peak <= self.limit
+
+    def tiers(self) -> list[str]:
+        """Lower tiers that can be reached and have a budget, nearest first."""
+        order = ("host", "disk")
+        return [t for t in order if self.simulator.routes.get(t) and self.budget.get(t, 0) > 0]
+
+
+class Choice(NamedTuple):
+    """What a policy answers."""
+
+    actions: list[Action]
+    why: str
+
+
+Policy = Callable[[Problem], Choice]
+POLICIES: Registry[Policy] = Registry("policy")
+
+
+def make_plan(
+    step: Step,
+    machine: Machine,
+    budget: Mapping[str, int],
+    policy: str = "auto",
+    *,
+    lossy: bool = False,
+) -> Plan:
+    """Let a policy choose, replay its choice, and return the plan.
+
+    Raises BudgetError when the plan does not keep the budget of some tier, UnknownName for a
+    policy that does not exist.
+    """
+    import legroom.memory.policies  # noqa: F401  (fills the registry)
+
+    choose = POLICIES[policy]
+    started = time.perf_counter()
+    simulator = Simulator(step, machine)
+    choice = choose(Problem(simulator, dict(budget), lossy))
+    outcome = simulator.run(choice.actions, policy)
+    plan = Plan(
+        policy=policy,
+        why=choice.why,
+        machine=machine.name,
+        model=step.model,
+        signature=step.signature,
+        budget=dict(budget),
+        actions=tuple(choice.actions),
+        predicted=outcome,
+        planning_s=time.perf_counter() - started,
+    ).check_against(step)
+    for tier, limit in budget.items():
+        if outcome.peak_bytes.get(tier, 0) > limit:
+            raise budget_error(plan, step, tier)
+    return plan
+
+
+def budget_error(plan: Plan, step: Step, tier: str) -> BudgetError:
+    """Say by how much a plan is over, what works, and which tensors dominate."""
+    peak, limit = plan.predicted.peak_bytes[tier], plan.budget[tier]
+    parts = sorted(plan.predicted.peak_parts.items(), key=lambda x: -x[1])
+    made_of = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)
+    largest = sorted(step.storages, key=lambda s: -s.num_bytes)[:3]
+    names = ", ".join(f"{s.name or 'unnamed'} {format_bytes(s.num_bytes)}" for s in largest)
+    message = (
+        f"policy {plan.policy!r} needs {format_bytes(peak)} of {tier} for {plan.model}, "
+        f"{format_bytes(peak - limit)} over the budget of {format_bytes(limit)}. "
+        f"The smallest budget that works with it is {format_bytes(peak)} ({peak} bytes). "
+        f"The peak is at {plan.predicted.peak_at}: {made_of}. Largest tensors: {names}. "
+        "Try a larger budget, a smaller batch, or a lower tier with more room."
+    )
+    return BudgetError(message, missing_bytes=peak - limit, smallest_bytes=peak)

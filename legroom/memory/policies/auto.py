@@ -1,0 +1,124 @@
+"""Choose block variants and moves together, near-exactly, then polish against the simulator.
+
+The step is cut into slots of time. A mixed-integer program (HiGHS) chooses one variant per block
+and what to move; a link carries so many bytes per slot, what it has not yet carried out or has
+fetched early still counts on the device, and waiting is allowed at its price. Every memory
+constraint is the trace's own level at one position less what the choices take away there.
+Whatever the program's model leaves out (order within a slot, the links' shared root), the
+simulator knows: its verdict on each answer comes back as a new constraint, and the last word is
+a greedy pass that takes back every action the budget does not need.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from legroom.memory.actions import Action, Compress, Move, Recompute, CODECS
+from legroom.memory.planner import POLICIES, Choice, Problem
+from legroom.memory.policies.program import Answer, Program
+from legroom.memory.policies.swap_all import movable
+from legroom.memory.schedule import Want, peak_position, schedule, tighten
+
+ROUNDS = 6
+
+
+@POLICIES.register("auto")
+def auto(problem: Problem) -> Choice:
+    """The fastest mix of variants and moves that keeps the budget."""
+    if problem.fits([]):
+        return Choice([], "everything fits as it is")
+    program = Program(problem, movable(problem))
+    best: tuple[float, list[Action]] | None = None
+    for _ in range(ROUNDS):
+        answer = program.solve()
+        if answer is None:
+            break
+        actions = realise(problem, answer)
+        shape = problem.simulator.shape(actions)
+        if shape.peak <= problem.limit:
+            seconds = problem.simulator.time(actions)
+            if best is None or seconds < best[0]:
+                best = (seconds, actions)
+            break
+        at = peak_position(shape.during, shape.replays, problem.limit)
+        program.cut(at, shape.peak - problem.limit)
+    if best is None:
+        return _least(problem, program)
+    actions = polish(problem, best[1])
+    return Choice(actions, _describe(actions))
+
+
+def realise(problem: Problem, answer: Answer) -> list[Action]:
+    """Whole actions with positions, from the program's answer."""
+    recomputes = [Recompute(block=b, variant=v) for b, v in answer.variants.items()]
+    wants, debt = [], 0.0
+    for (storage, tier), share in answer.moves.items():
+        debt += share * problem.step.storages[storage].num_bytes
+        if debt >= 0.5 * problem.step.storages[storage].num_bytes:
+            debt -= problem.step.storages[storage].num_bytes
+            wants.append(Want(storage, tier))
+    moves = schedule(problem.simulator, wants, recomputes)
+    moves = tighten(problem.simulator, moves, recomputes, problem.limit)
+    return [*recomputes, *moves]
+
+
+def polish(problem: Problem, actions: list[Action]) -> list[Action]:
+    """Take back each action, or soften it, where the step gets faster and still fits."""
+    simulator = problem.simulator
+    best_s = simulator.time(actions)
+    for action in _by_cost(problem, actions):
+        for trial in _softer(problem, actions, action):
+            if not problem.fits(trial):
+                continue
+            seconds = simulator.time(trial)
+            if seconds < best_s - 1e-7 or (seconds <= best_s and len(trial) < len(actions)):
+                actions, best_s = trial, seconds
+                break
+    return actions
+
+
+def _by_cost(problem: Problem, actions: Sequence[Action]) -> list[Action]:
+    blocks = problem.step.blocks
+
+    def cost(action: Action) -> float:
+        if isinstance(action, Recompute):
+            named = {v.name: v for v in blocks[action.block].variants}
+            return -named[action.variant].replay_s
+        return 0.0
+
+    return sorted(actions, key=cost)
+
+
+def _softer(problem: Problem, actions: list[Action], action: Action) -> list[list[Action]]:
+    """The same list without an action, or with a cheaper variant in its place."""
+    rest = [a for a in actions if a is not action]
+    trials = [rest]
+    if isinstance(action, Recompute):
+        variants = problem.step.blocks[action.block].variants
+        mine = next(v for v in variants if v.name == action.variant)
+        cheaper = [v for v in variants if v.replay_s < mine.replay_s]
+        trials += [
+            [*rest, Recompute(block=action.block, variant=v.name)]
+            for v in sorted(cheaper, key=lambda v: v.replay_s)
+        ]
+    return trials
+
+
+def _least(problem: Problem, program: Program) -> Choice:
+    """The plan with the smallest peak that was found, for the error to speak of."""
+    candidates = [realise(problem, a) for a in program.smallest()]
+    candidates.append([])
+    peaks = [problem.simulator.shape(c).peak for c in candidates]
+    best = candidates[int(np.argmin(peaks))]
+    return Choice(best, "the smallest peak found; " + _describe(best))
+
+
+def _describe(actions: Sequence[Action]) -> str:
+    recomputed = sum(isinstance(a, Recompute) for a in actions)
+    moved = sum(isinstance(a, Move) for a in actions)
+    packed = [a for a in actions if isinstance(a, Compress)]
+    text = f"{recomputed} blocks recomputed in part or whole, {moved} tensors moved"
+    if packed:
+        lossy = any(not CODECS[a.codec].exact for a in packed)
+        text += f", {len(packed)} compressed ({'lossy' if lossy else 'exact'})"
+    return text

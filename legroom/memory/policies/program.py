@@ -1,0 +1,287 @@
+"""The mixed-integer program behind `auto`: variants by block, moves by storage, slots of time."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_matrix
+
+from legroom.memory.plan import replay_position
+from legroom.memory.planner import Problem
+from legroom.memory.schedule import leave_position
+
+SLOTS = 96
+"""About how many slots of time the step is cut into."""
+TIME_LIMIT_S = 3.0
+GAP = 0.004
+MOVE_PRICE = 0.03
+"""Copies share the device's memory: a second on the link costs about this much compute."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Chosen variants by block, and the share of each storage to move to a tier."""
+
+    variants: dict[int, str]
+    moves: dict[tuple[int, str], float]
+
+
+@dataclass
+class _Rows:
+    """Constraints being collected: sum of coefficient * variable <= bound."""
+
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+
+    def add(self, terms: "dict[int, float]", bound: float) -> int:
+        """One more row; returns its number."""
+        row = len(self.bounds)
+        self.entries += [(row, column, value) for column, value in terms.items() if value]
+        self.bounds.append(bound)
+        return row
+
+
+class Program:
+    """Columns and rows for one problem; `cut` adds what the simulator found."""
+
+    def __init__(self, problem: Problem, storages: list[int]) -> None:
+        self.problem, self.step, self.sim = problem, problem.step, problem.simulator
+        self.scale = 1.0 / max(problem.limit, 1)
+        self.cost: list[float] = []
+        self.whole: list[bool] = []
+        self.upper: list[float] = []
+        self.edges = _slot_edges(problem)
+        self.slack: dict[int, int] = {}
+        self._column_variants()
+        self._column_moves(storages)
+        self._column_links()
+        self._spots()
+
+    # -- columns -----------------------------------------------------------------------------
+
+    def _column(self, cost: float = 0.0, upper: float = np.inf, whole: bool = False) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def _column_variants(self) -> None:
+        self.variants: dict[tuple[int, int], int] = {}
+        self.replay_at: dict[int, dict[int, int]] = {}
+        for b, block in enumerate(self.step.blocks):
+            for v, variant in enumerate(block.variants):
+                self.variants[b, v] = self._column(variant.replay_s, 1.0, whole=True)
+                self.replay_at.setdefault(b, {})[v] = replay_position(self.step, variant)
+
+    def _column_moves(self, storages: list[int]) -> None:
+        self.moves: dict[tuple[int, str], int] = {}
+        self.leave = {s: leave_position(self.sim, s) for s in storages}
+        self.need = {s: self.step.first_use(s) for s in storages}
+        for tier in self.problem.tiers():
+            for s in storages:
+                seconds = self.step.storages[s].num_bytes / self._rate(tier)
+                self.moves[s, tier] = self._column(MOVE_PRICE * seconds, 1.0)
+
+    def _column_links(self) -> None:
+        count = len(self.edges) - 1
+        self.flying, self.early, self.late_out, self.late_in = {}, {}, {}, {}
+        for tier in self.problem.tiers():
+            for q in range(count):
+                self.flying[tier, q] = self._column()
+                self.early[tier, q] = self._column()
+                self.late_out[tier, q] = self._column(1.0)
+                self.late_in[tier, q] = self._column(1.0)
+
+    def _rate(self, tier: str) -> float:
+        route = self.sim.routes[tier]
+        assert route is not None
+        return min(h.bytes_per_s for h in (*route[0], *route[1]))
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def _spots(self) -> None:
+        """Positions whose memory is bounded: the highest of each slot."""
+        during = self.sim.shape([]).during
+        self.during = during
+        self.spots: dict[int, int] = {}
+        for start, end in zip(self.edges, self.edges[1:], strict=False):
+            if end > start:
+                self.spots[start + int(during[start:end].argmax())] = 0
+        self.replay_extra: dict[int, int] = {}
+
+    def cut(self, position: int, over: int) -> None:
+        """The simulator found this position too high by so much: demand that much more there."""
+        position = min(position, len(self.step.ops) - 1)
+        self.spots[position] = self.spots.get(position, 0) + int(over * 1.02)
+        for b, places in self.replay_at.items():
+            if position in places.values():
+                self.replay_extra[b] = self.replay_extra.get(b, 0) + int(over * 1.02)
+
+    def _slot(self, position: int) -> int:
+        return max(int(np.searchsorted(self.edges, position, side="right")) - 1, 0)
+
+    def _gone(self, position: int, skip: int = -1) -> dict[int, float]:
+        """Bytes each variant takes away at a position."""
+        terms: dict[int, float] = {}
+        for (b, v), column in self.variants.items():
+            variant, back = self.step.blocks[b].variants[v], self.replay_at[b][v]
+            if b == skip or not self.step.blocks[b].first <= position < back:
+                continue
+            away = sum(
+                self.step.storages[s].num_bytes
+                for s in variant.drops
+                if self.step.storages[s].release < position
+            )
+            held = sum(
+                self.step.storages[s].num_bytes
+                for s in self.step.blocks[b].inputs
+                if self.step.storages[s].death < position
+            )
+            terms[column] = float(held - away)
+        return terms
+
+    def _away(self, position: int) -> dict[int, float]:
+        """Bytes moves take away at a position: out in an earlier slot, needed in a later one."""
+        q, terms = self._slot(position), {}
+        start, end = self.edges[q], self.edges[min(q + 1, len(self.edges) - 1)]
+        for (s, _), column in self.moves.items():
+            storage = self.step.storages[s]
+            if self.leave[s] < start and storage.release < position and self.need[s] >= end:
+                terms[column] = -float(storage.num_bytes)
+        for tier in self.problem.tiers():
+            terms[self.early[tier, q]] = 1.0 / self.scale
+            if q > 0:
+                terms[self.flying[tier, q - 1]] = 1.0 / self.scale
+        return terms
+
+    def _memory_rows(self, rows: _Rows, limit: int) -> list[int]:
+        made = []
+        for position, extra in self.spots.items():
+            terms = self._gone(position) | self._away(position)
+            bound = limit - extra - int(self.during[position])
+            made.append(self._scaled(rows, terms, bound))
+        for b, places in self.replay_at.items():
+            position = next(iter(places.values()))
+            terms = self._gone(position, skip=b) | self._away(position)
+            for v in places:
+                variant = self.step.blocks[b].variants[v]
+                terms[self.variants[b, v]] = float(
+                    variant.replay_peak_bytes - variant.dropped_bytes
+                )
+            before = self.during[position] - self.sim.births[position] - self.sim.scratch[position]
+            bound = limit - self.replay_extra.get(b, 0) - int(before)
+            made.append(self._scaled(rows, terms, bound))
+        return made
+
+    def _scaled(self, rows: _Rows, terms: dict[int, float], bound: int) -> int:
+        return rows.add({c: x * self.scale for c, x in terms.items()}, bound * self.scale)
+
+    def _choice_rows(self, rows: _Rows) -> None:
+        for b in self.replay_at:
+            rows.add({self.variants[b, v]: 1.0 for v in self.replay_at[b]}, 1.0)
+        droppers: dict[int, list[int]] = {}
+        for (b, v), column in self.variants.items():
+            for s in self.step.blocks[b].variants[v].drops:
+                droppers.setdefault(s, []).append(column)
+        for s in self.leave:
+            columns = [self.moves[s, t] for t in self.problem.tiers()] + droppers.get(s, [])
+            rows.add(dict.fromkeys(columns, 1.0), 1.0)
+        for tier in self.problem.tiers():
+            terms = {
+                self.moves[s, tier]: float(self.step.storages[s].num_bytes) for s in self.leave
+            }
+            self._scaled(rows, terms, self.problem.budget[tier])
+
+    def _link_rows(self, rows: _Rows) -> None:
+        count = len(self.edges) - 1
+        until = self.sim.until
+        for tier in self.problem.tiers():
+            rate = self._rate(tier) * self.scale
+            leaving = self._by_slot(tier, self.leave)
+            needed = self._by_slot(tier, self.need)
+            for q in range(count):
+                seconds = float(until[self.edges[q + 1]] - until[self.edges[q]])
+                work = {self.variants[k]: -rate * t for k, t in self._replays_in(q)}
+                out = leaving[q] | {self.flying[tier, q]: -1.0, self.late_out[tier, q]: -rate}
+                if q:
+                    out[self.flying[tier, q - 1]] = 1.0
+                rows.add(out | work, rate * seconds)
+                if q:
+                    back = needed[q] | {self.early[tier, q]: 1.0, self.early[tier, q - 1]: -1.0}
+                    rows.add(back | work | {self.late_in[tier, q]: -rate}, rate * seconds)
+                    here = needed[q] | {self.early[tier, q - 1]: -1.0}
+                    rows.add(here | {self.late_in[tier, q]: -rate}, 0.0)
+
+    def _by_slot(self, tier: str, position: dict[int, int]) -> list[dict[int, float]]:
+        found: list[dict[int, float]] = [{} for _ in self.edges]
+        for s, place in position.items():
+            size = self.step.storages[s].num_bytes * self.scale
+            found[min(self._slot(place), len(self.edges) - 2)][self.moves[s, tier]] = size
+        return found
+
+    def _replays_in(self, q: int) -> list[tuple[tuple[int, int], float]]:
+        start, end = self.edges[q], self.edges[q + 1]
+        return [
+            ((b, v), self.step.blocks[b].variants[v].replay_s)
+            for b, places in self.replay_at.items()
+            for v, place in places.items()
+            if start <= place < end
+        ]
+
+    # -- solving -----------------------------------------------------------------------------
+
+    def solve(self) -> Answer | None:
+        """The cheapest choice within the budget, or None if there is none."""
+        rows = _Rows()
+        self._memory_rows(rows, self.problem.limit)
+        self._choice_rows(rows)
+        self._link_rows(rows)
+        return self._run(rows, np.array(self.cost), len(self.cost))
+
+    def smallest(self) -> list[Answer]:
+        """The choice with the smallest peak, whatever it costs."""
+        rows = _Rows()
+        memory = self._memory_rows(rows, 0)
+        self._choice_rows(rows)
+        self._link_rows(rows)
+        peak = len(self.cost)
+        rows.entries += [(row, peak, -1.0) for row in memory]
+        cost = np.append(np.array(self.cost) * 1e-6, 1.0)
+        answer = self._run(rows, cost, peak + 1)
+        return [answer] if answer is not None else []
+
+    def _run(self, rows: _Rows, cost: "np.typing.NDArray[np.float64]", count: int) -> Answer | None:
+        at, columns, values = zip(*rows.entries, strict=True) if rows.entries else ((), (), ())
+        matrix = coo_matrix((values, (at, columns)), shape=(len(rows.bounds), count)).tocsr()
+        extra = count - len(self.cost)
+        found = milp(
+            cost,
+            constraints=LinearConstraint(matrix, -np.inf, np.array(rows.bounds)),
+            bounds=Bounds(0, np.array([*self.upper, *[np.inf] * extra])),
+            integrality=np.array([*self.whole, *[False] * extra], dtype=int),
+            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
+        )
+        return None if found.x is None else self._answer(found.x)
+
+    def _answer(self, x: "np.typing.NDArray[np.float64]") -> Answer:
+        chosen = {
+            b: self.step.blocks[b].variants[v].name
+            for (b, v), column in self.variants.items()
+            if x[column] > 0.5
+        }
+        moves = {key: float(x[column]) for key, column in self.moves.items() if x[column] > 1e-6}
+        return Answer(chosen, moves)
+
+
+def _slot_edges(problem: Problem) -> list[int]:
+    """Cut the step where block or phase changes, and wherever a slot would last too long."""
+    ops, until = problem.step.ops, problem.simulator.until
+    longest = float(until[-1]) / SLOTS
+    edges, opened = [0], 0.0
+    for i, op in enumerate(ops[1:], start=1):
+        changed = (op.phase, op.block) != (ops[i - 1].phase, ops[i - 1].block)
+        lasted = float(until[i]) - opened
+        if (changed and lasted > longest / 4) or lasted > longest:
+            edges.append(i)
+            opened = float(until[i])
+    return [*edges, len(ops)]

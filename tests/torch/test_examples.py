@@ -1,0 +1,212 @@
+"""The built-in jobs run on the CPU, the big ones build on meta, and users' own are found."""
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legroom.core.errors import InputError, UnknownName
+from legroom.examples import EXAMPLES, Job, load_job
+
+SMALL = ["transformer", "convnet", "unet", "mlp", "lstm", "llama-tiny"]
+BIG = {
+    "llama-1b": 940_640_256,
+    "resnet50": 25_557_032,
+    "resnet152": 60_192_808,
+    "gpt2": 124_439_808,
+}
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    return list(batch.values() if isinstance(batch, dict) else batch)
+
+
+def test_every_example_is_tested() -> None:
+    assert sorted(EXAMPLES) == sorted([*SMALL, *BIG])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_example_runs_a_step(name: str) -> None:
+    """The loss is a finite scalar, and every parameter gets a finite gradient."""
+    job = EXAMPLES[name]()
+    loss = job.loss_fn(job.model, job.make_batch())
+    loss.backward()
+    assert loss.shape == () and math.isfinite(loss.item())
+    for path, parameter in job.model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), path
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_example_is_the_same_each_time(name: str) -> None:
+    """Weights and batches repeat, another seed gives another batch, the global RNG is untouched."""
+    before = torch.get_rng_state()
+    one, two = EXAMPLES[name](), EXAMPLES[name]()
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    again = zip(tensors(one.make_batch(3)), tensors(two.make_batch(seed=3)), strict=True)
+    assert all(torch.equal(a, b) for a, b in again)
+    assert not torch.equal(tensors(one.make_batch(0))[0], tensors(one.make_batch(1))[0])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_big_example_builds_on_meta(name: str) -> None:
+    """It has the published number of parameters, and allocates none of them."""
+    job = EXAMPLES[name](device="meta")
+    assert num_parameters(job.model) == BIG[name]
+    assert {t.device.type for t in (*job.model.parameters(), *tensors(job.make_batch()))} == {
+        "meta"
+    }
+
+
+def test_llama_1b_is_in_bfloat16() -> None:
+    model = EXAMPLES["llama-1b"](device="meta").model
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("resnet50", {"batch": 2, "image": 64}),
+        ("gpt2", {"layers": 1, "batch": 1, "sequence": 16}),
+        (
+            "llama-1b",
+            {"layers": 1, "dim": 128, "heads": 2, "vocab": 64, "batch": 1, "sequence": 16},
+        ),
+        ("transformer", {"layers": 1, "batch": 2, "sequence": 16, "dropout": 0.5}),
+    ],
+)
+def test_sizes_are_keywords(name: str, sizes: dict[str, Any]) -> None:
+    """A big example made small runs a step on the CPU."""
+    job = EXAMPLES[name](**sizes)
+    loss = job.loss_fn(job.model, job.make_batch())
+    loss.backward()
+    assert math.isfinite(loss.item())
+
+
+def test_resnets_are_channels_last() -> None:
+    job = EXAMPLES["resnet50"](batch=2, image=32)
+    images, _ = job.make_batch()
+    convolutions = [m.weight for m in job.model.modules() if isinstance(m, nn.Conv2d)]
+    for tensor in (images, *convolutions):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+# -- users' own jobs -----------------------------------------------------------------------------
+
+SOURCE = """
+import torch
+from torch import nn
+from legroom.examples import Job
+import beside
+
+def loss_fn(model, batch):
+    return model(batch).sum()
+
+def triple(device="cpu", width=4):
+    model = nn.Linear(width, beside.OUTPUTS, device=device)
+    return model, lambda: torch.ones(2, width, device=device), loss_fn
+
+def whole():
+    return Job(nn.Linear(4, 1), lambda seed=0: torch.full((2, 4), float(seed)), loss_fn)
+
+number = 3
+def pair(): return nn.Linear(1, 1), loss_fn
+def no_model(): return "model", loss_fn, loss_fn
+def no_loss(): return nn.Linear(1, 1), loss_fn, None
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a user's file and a module beside it, as the working folder."""
+    (tmp_path / "mine_own.py").write_text(SOURCE)
+    (tmp_path / "beside.py").write_text("OUTPUTS = 1\n")
+    (tmp_path / "lacking.py").write_text("import no_such_library\n")
+    (tmp_path / "broken.py").write_text("def job(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_a_built_in_name_gives_its_builder() -> None:
+    assert load_job("mlp") is EXAMPLES["mlp"]
+
+
+@pytest.mark.parametrize("where", ["mine_own", "mine_own.py", "./mine_own.py"])
+def test_a_users_function_is_found(project: Path, where: str) -> None:
+    """By module or by file; it may import what lies beside it, and gets device and sizes."""
+    job = load_job(f"{where}:triple")(device="cpu", width=8)
+    assert isinstance(job, Job)
+    assert job.loss_fn(job.model, job.make_batch(seed=5)).shape == ()
+    assert num_parameters(job.model) == 9
+
+
+def test_a_users_function_gets_the_device(project: Path) -> None:
+    job = load_job("mine_own:triple")(device="meta")
+    assert next(job.model.parameters()).is_meta and job.make_batch().is_meta
+
+
+def test_a_function_without_device_is_called_without(project: Path) -> None:
+    job = load_job(f"{project / 'mine_own.py'}:whole")(device="cpu")
+    assert job.make_batch(2).eq(2).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("transfomer", UnknownName, "Did you mean 'transformer'?"),
+        ("mine_own:tripel", UnknownName, "Did you mean 'triple'?"),
+        ("mine_own.py:tripel", UnknownName, "unknown function of mine_own.py 'tripel'"),
+        ("mine_own.py", InputError, "names no function"),
+        ("mine_own:", InputError, "names no function"),
+        (":triple", InputError, "names no function"),
+        ("nowhere:job", InputError, "cannot import 'nowhere'"),
+        ("nowhere.py:job", InputError, "no file at nowhere.py"),
+        ("..nowhere:job", InputError, "cannot import '..nowhere'"),
+        ("lacking:job", InputError, "no_such_library"),
+        ("lacking.py:job", InputError, "no_such_library"),
+        ("broken.py:job", InputError, "cannot import broken.py"),
+        ("broken:job", InputError, "cannot import 'broken'"),
+        ("mine_own:number", InputError, "is a int, not a function"),
+    ],
+)
+def test_a_bad_name_is_explained(project: Path, name: str, error: Any, says: str) -> None:
+    with pytest.raises(error) as caught:
+        load_job(name)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("pair", "returned a tuple of 2, wanted a Job, or (model, make_batch, loss_fn)"),
+        ("loss_fn", "missing"),
+        ("no_model", "the model is a str"),
+        ("no_loss", "loss_fn is a NoneType"),
+    ],
+)
+def test_a_wrong_return_is_explained(project: Path, name: str, says: str) -> None:
+    """The builder says what came back, or which arguments the function still wants."""
+    with pytest.raises(InputError) as caught:
+        load_job(f"mine_own:{name}")()
+    assert says in str(caught.value)
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match="pip install 'legroom"):
+        EXAMPLES["llama-tiny"]()
