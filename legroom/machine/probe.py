@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -205,10 +206,8 @@ def _host_bytes() -> tuple[int, int]:
 def _cgroup_limit() -> int | None:
     """The container's memory limit: the machine's RAM is no promise inside one."""
     for name in CGROUP_LIMITS:
-        try:
-            text = Path("/sys/fs/cgroup", name).read_text().strip()
-        except OSError:
-            continue
+        path = Path("/sys/fs/cgroup", name)
+        text = path.read_text().strip() if path.is_file() else ""
         if text.isdigit():
             return int(text)
     return None
@@ -325,9 +324,7 @@ def _release(target: torch.device) -> None:
     if target.type != "cuda":
         return
     torch.cuda.synchronize(target)
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
     torch.cuda.empty_cache()
 
 
@@ -387,11 +384,8 @@ def _copy_rates(bench: _Bench, near: torch.Tensor, far: torch.Tensor) -> PairRat
     new_stream: Any = torch.cuda.Stream
     streams = new_stream(bench.target), new_stream(bench.target)
 
-    def out() -> None:
-        near.copy_(source, non_blocking=True)
-
-    def back() -> None:
-        sink.copy_(far, non_blocking=True)
+    out = partial(near.copy_, source, non_blocking=True)
+    back = partial(sink.copy_, far, non_blocking=True)
 
     def both() -> None:
         for stream, copy in zip(streams, (out, back), strict=True):
@@ -400,6 +394,6 @@ def _copy_rates(bench: _Bench, near: torch.Tensor, far: torch.Tensor) -> PairRat
 
     out_rate, in_rate = near.nbytes / bench.seconds(out), far.nbytes / bench.seconds(back)
     both_rate = 2 * near.nbytes / bench.seconds(both)
-    page = source[:PAGE_BYTES]
-    latency_s = bench.seconds(lambda: near[:PAGE_BYTES].copy_(page, non_blocking=True), calls=1)
+    one_page = partial(near[:PAGE_BYTES].copy_, source[:PAGE_BYTES], non_blocking=True)
+    latency_s = bench.seconds(one_page, calls=1)
     return PairRates(out_rate, in_rate, max(both_rate, out_rate, in_rate), latency_s)

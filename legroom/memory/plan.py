@@ -6,7 +6,7 @@ from legroom.core.errors import RecordError
 from legroom.core.files import Record
 from legroom.core.outcome import Outcome
 from legroom.memory.actions import CODECS, ITEM_BYTES, Action, Compress, Move, Recompute
-from legroom.memory.trace import Step, Variant
+from legroom.memory.trace import FULL, Step, Variant
 
 Held = dict[int, tuple[int, int]]
 
@@ -102,14 +102,28 @@ def replay_position(step: Step, variant: Variant) -> int:
 
 
 def held_inputs(step: Step, actions: list[Recompute]) -> Held:
-    """Inputs that recomputed blocks hold, with the first and last position that needs each."""
+    """What replays need: storages with the first and last position that needs each."""
     held: Held = {}
     for action in actions:
-        position = replay_position(step, find_variant(step, action))
-        for s in step.blocks[action.block].inputs:
+        variant = find_variant(step, action)
+        position = replay_position(step, variant)
+        for s in (*step.blocks[action.block].inputs, *sources(step, action.block, variant)):
             first, last = held.get(s, (position, position))
             held[s] = (min(first, position), max(last, position))
     return held
+
+
+def sources(step: Step, block: int, variant: Variant) -> list[int]:
+    """Kept storages that a selective replay hands back instead of computing them."""
+    if variant.name == FULL:
+        return []
+    return [
+        row.storage
+        for row in step.saved_in(block)
+        if row.storage not in variant.drops
+        and step.storages[row.storage].birth >= step.blocks[block].first
+        and row.packed <= variant.last + 1
+    ]
 
 
 def _check_recompute(action: Recompute, step: Step) -> tuple[int, ...]:

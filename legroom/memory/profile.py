@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from legroom.machine.spec import Machine
 from legroom.memory.blocks import find_blocks
+from legroom.memory.mechanisms.recompute import OpForm
 from legroom.memory.recorder import RawCall, RawOp, RawStorage, Recorder
 from legroom.memory.roofline import op_time
 from legroom.memory.saved import ViewOf
@@ -41,6 +42,24 @@ STATE_RULES = {
 }
 
 
+class Capture(NamedTuple):
+    """A trace, and the forms of its forward ops that selective replays need."""
+
+    step: Step
+    forms: dict[int, OpForm]
+
+
+def op_forms(recorder: Recorder) -> dict[int, OpForm]:
+    """Name and results of each op of the forward."""
+    return {
+        i: OpForm(
+            op.name, tuple(v for v, _ in op.results), tuple(s for _, s in op.results), op.single
+        )
+        for i, op in enumerate(recorder.ops)
+        if op.phase == Phase.FORWARD
+    }
+
+
 def capture_fake(
     model: nn.Module,
     batch: Any,
@@ -51,7 +70,7 @@ def capture_fake(
     optimizer: str = "none",
     blocks: Sequence[str] | None = None,
     signature: str = "",
-) -> Step:
+) -> Capture:
     """Trace forward, backward and update without allocating: times come from a roofline.
 
     The model and batch may be real, or on the meta device; neither is changed. Raises whatever
@@ -71,7 +90,8 @@ def capture_fake(
             chosen = find_blocks(recorder, blocks)
             draft = build_step(recorder, chosen, model=type(model).__name__, machine=machine)
         del inputs, weights
-    return with_variants(_with_update(draft, optimizer, machine, signature))
+    step = with_variants(_with_update(draft, optimizer, machine, signature))
+    return Capture(step, op_forms(recorder))
 
 
 def fake_device(machine: Machine) -> torch.device:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from legroom.memory.saved import StorageTable, has_storage, is_ours, weight_storages
+from legroom.memory.saved import StorageTable, ViewOf, has_storage, is_ours, weight_storages
 from legroom.memory.trace import Phase
 
 
@@ -40,6 +40,9 @@ class RawOp:
     workspace_bytes: int = 0
     unpacked: int = -1
     """The saved row last asked for before it, in backward."""
+    results: tuple[tuple[ViewOf | None, int], ...] = ()
+    """Form and storage of each result, for ops of the forward."""
+    single: bool = True
 
 
 @dataclass
@@ -127,14 +130,14 @@ class Recorder(TorchDispatchMode):
             if not self.storages[sid].role:
                 self.storages[sid].role, self.storages[sid].name = role, name
 
-    def sid(self, tensor: Tensor, birth: int) -> int:
+    def sid(self, tensor: Tensor, birth: int, maker: str = "") -> int:
         """The number of a tensor's storage, new if it was not known."""
         storage = tensor.untyped_storage()
         known = self._table.get(storage)
         if known is not None:
             return known[0]
-        where = self.path or self.ops[-1].name if self.ops else self.path
-        row = RawStorage(storage.nbytes(), _dtype(tensor), birth, where)
+        name = ": ".join(x for x in (self.path, maker) if x)
+        row = RawStorage(storage.nbytes(), _dtype(tensor), birth, name)
         self.storages.append(row)
         self._table.put(storage, (len(self.storages) - 1, False))
         return len(self.storages) - 1
@@ -153,11 +156,11 @@ class Recorder(TorchDispatchMode):
         row.lives -= 1
         row.death = last
 
-    def _known(self, tree: Any, birth: int) -> list[int]:
+    def _known(self, tree: Any, birth: int, maker: str = "") -> list[int]:
         ids: dict[int, None] = {}
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and self._here(leaf):
-                ids[self.sid(leaf, birth)] = None
+                ids[self.sid(leaf, birth, maker)] = None
         return list(ids)
 
     def _here(self, tensor: Tensor) -> bool:
@@ -191,10 +194,11 @@ class Recorder(TorchDispatchMode):
 
     def _describe(self, func: Any, args: Any, kwargs: Any, out: Any, reads: list[int]) -> RawOp:
         index, packet = len(self.ops), func._overloadpacket
-        writes = self._known(out, birth=index)
+        writes = self._known(out, birth=index, maker=packet.__name__)
         writes = [s for s in writes if s not in reads] + self._mutated(func, args, kwargs)
         flops = flop_registry.get(packet)
         leaves = [x for x in tree_leaves((args, kwargs)) if x is not None]
+        many = isinstance(out, tuple | list)
         generator = any(isinstance(x, torch.Generator) for x in leaves)
         return RawOp(
             name=str(func).removesuffix(".default"),
@@ -207,7 +211,14 @@ class Recorder(TorchDispatchMode):
             random=torch.Tag.nondeterministic_seeded in func.tags,
             sealed=generator,
             unpacked=self.last_unpacked,
+            results=tuple(self._result(x) for x in (out if many else (out,))),
+            single=not many,
         )
+
+    def _result(self, value: Any) -> tuple[ViewOf | None, int]:
+        if not isinstance(value, Tensor) or not has_storage(value):
+            return None, -1
+        return ViewOf.of(value), self.sid(value, len(self.ops)) if self._here(value) else -1
 
     def _mutated(self, func: Any, args: Any, kwargs: Any) -> list[int]:
         """Storages the op changes in place, by its schema."""

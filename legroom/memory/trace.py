@@ -21,6 +21,10 @@ from legroom.core.errors import RecordError
 from legroom.core.files import Record
 
 
+FULL = "full"
+"""The variant that drops all it can and runs the whole block again."""
+
+
 class Kind(StrEnum):
     """What a storage is for."""
 
@@ -156,6 +160,17 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
         for row in self.saved:
             rows.setdefault(row.storage, []).append(row)
         return rows
+
+    @cached_property
+    def _rows_by_block(self) -> dict[int, list[Saved]]:
+        rows: dict[int, list[Saved]] = {}
+        for row in self.saved:
+            rows.setdefault(row.block, []).append(row)
+        return rows
+
+    def saved_in(self, block: int) -> list[Saved]:
+        """Rows saved while a block call ran (-1: outside all), in order."""
+        return self._rows_by_block.get(block, [])
 
     @cached_property
     def compute_s(self) -> float:

@@ -15,10 +15,9 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from legroom.memory.trace import Block, Kind, Op, Step, Variant
+from legroom.memory.trace import FULL, Block, Kind, Op, Step, Variant
 
 MAX_VARIANTS = 8
-FULL = "full"
 
 
 def with_variants(step: Step) -> Step:

@@ -149,8 +149,9 @@
   function drawLines(plot, y) {
     for (const line of shown) {
       const name = line.main ? "limit" : "mild";
-      add(plot, "line", { x1: LEFT, x2: edge, y1: y(line.bytes), y2: y(line.bytes),
-        class: name, "stroke-width": 2, "stroke-dasharray": "7 5" });
+      const at = { x1: LEFT, x2: edge, y1: y(line.bytes), y2: y(line.bytes) };
+      add(plot, "line", { ...at, class: "casing" });
+      add(plot, "line", { ...at, class: name, "stroke-width": 2, "stroke-dasharray": "7 5" });
       add(plot, "text", { x: LEFT + 8, y: y(line.bytes) - 6, class: "halo " + name },
         `${line.label} ${bytes(line.bytes)}`);
     }
@@ -329,6 +330,7 @@
     showSpan(...chosen, box.left + clamp(x(start), LEFT, width - 40), box.top + row * ROW + 44);
   }
   function onLane(delta) {
+    if (!rows.length) return;
     const row = clamp(chosen[0] + delta, 0, rows.length - 1);
     const now = rows[chosen[0]].spans[Math.max(0, chosen[1])];
     const near = now ? rows[row].spans.findIndex((span) => span[1] >= now[0]) : 0;

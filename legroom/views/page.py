@@ -13,7 +13,7 @@ from typing import Any
 from legroom.core.outcome import ActionCost, Comparison, Outcome, Timeline
 from legroom.core.units import format_bytes, format_seconds
 from legroom.memory.plan import Plan
-from legroom.memory.trace import Step
+from legroom.memory.trace import Kind, Step
 from legroom.views.blocks import block_rows, block_states
 from legroom.views.chart import chart_data, stacked
 from legroom.views.peak import Holding, Peak, find_peak
@@ -223,20 +223,17 @@ def _comparison(comparison: Comparison) -> str:
 def _peak(step: Step, plan: Plan, predicted: Outcome) -> str:
     peak = find_peak(step, plan)
     parts = {k: predicted.peak_parts[k] for k in stacked(predicted.peak_parts)}
-    where = predicted.peak_at or _op_name(step, peak.op)
-    intro = f"{format_bytes(predicted.device_bytes)} at {where}, op {peak.op} of {len(step.ops)}."
+    intro = (
+        f"{format_bytes(predicted.device_bytes)} at {peak.where}, op {peak.op} of {len(step.ops)}."
+    )
     bar = _meter(parts, predicted.device_bytes, "tall") if parts else ""
     legend = _legend({k: f"{k} {format_bytes(v)}" for k, v in parts.items()})
     heads = ("tensors", "kind", "count", "bytes", "share", "plan")
     families = _table("Tensors at the peak", heads, _family_rows(peak, predicted), words=(1, 5))
-    heads = ("tensor", "kind", "bytes", "share", "plan")
-    single = _table("Single tensors", heads, _tensor_rows(peak, predicted), words=(1, 4))
+    columns = ("tensor", "kind", "bytes", "share", "plan")
+    single = _table("Single tensors", columns, _tensor_rows(peak, predicted), words=(1, 4))
     more = _details(f"The largest of {len(peak.holdings)} single tensors", single)
     return f"<p>{escape(intro)}</p>{bar}{legend}{families}{more}"
-
-
-def _op_name(step: Step, op: int) -> str:
-    return f"{step.ops[op].name} in {step.ops[op].module}" if step.ops else "no op"
 
 
 def _family_rows(peak: Peak, predicted: Outcome) -> list[tuple[str, ...]]:
@@ -244,7 +241,7 @@ def _family_rows(peak: Peak, predicted: Outcome) -> list[tuple[str, ...]]:
     whole = predicted.device_bytes or 1
     families: dict[tuple[str, str, str], list[Holding]] = {}
     for h in peak.holdings:
-        families.setdefault((family(h.name), h.kind, h.note or "kept"), []).append(h)
+        families.setdefault((family(h.name), h.kind, _note(h)), []).append(h)
     found = [
         (name if len(hs) > 1 else hs[0].name, kind, len(hs), sum(h.num_bytes for h in hs), note)
         for (name, kind, note), hs in families.items()
@@ -264,9 +261,13 @@ def _family_rows(peak: Peak, predicted: Outcome) -> list[tuple[str, ...]]:
 def _tensor_rows(peak: Peak, predicted: Outcome) -> list[tuple[str, ...]]:
     whole = predicted.device_bytes or 1
     return [
-        (h.name, h.kind, format_bytes(h.num_bytes), f"{h.num_bytes / whole:.1%}", h.note or "kept")
+        (h.name, h.kind, format_bytes(h.num_bytes), f"{h.num_bytes / whole:.1%}", _note(h))
         for h in peak.holdings[:NUM_TENSORS]
     ]
+
+
+def _note(holding: Holding) -> str:
+    return holding.note or ("kept" if holding.kind == Kind.ACTIVATION.value else NONE)
 
 
 def _costs(predicted: Outcome) -> str:
@@ -303,7 +304,7 @@ def _blocks(step: Step, plan: Plan) -> str:
         f'<i class="{_colour(COLOURS[state])}" title="{escape(f"{block.name}: {state}")}"></i>'
         for block, state in zip(step.blocks, states, strict=True)
     )
-    heads = ("block", "calls", "variant", "dropped", "replay", "moved")
+    heads = ("block", "calls", "variant", "dropped each", "replay each", "moved each")
     table = _table("Blocks", heads, block_rows(step, plan)[:MAX_ROWS], words=(2,))
     return f'{_legend(counts)}<div class="strip" aria-hidden="true">{squares}</div>{table}'
 

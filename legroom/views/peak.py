@@ -24,11 +24,13 @@ class Holding(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The fullest moment: the op (or the replay just before it) and who holds bytes there."""
+    """The fullest moment: an op, or the replay of a block just before it."""
 
     op: int
+    where: str
+    """The moment in words."""
     holdings: tuple[Holding, ...]
-    """Largest first."""
+    """Who holds bytes there, largest first."""
 
     @property
     def num_bytes(self) -> int:
@@ -37,70 +39,51 @@ class Peak(NamedTuple):
 
 
 def find_peak(step: Step, plan: Plan) -> Peak:
-    """Follow the plan over the ops to the moment that its prediction names, or the fullest op.
+    """Follow the plan over the ops and replays to the moment with most device bytes.
 
     Raises RecordError when the plan names a variant that the step does not have.
     """
-    holdings = [*_storages(step, plan), *_workspaces(step)]
-    replay = _named_replay(step, plan)
-    if replay is None:
-        op = _fullest(step, plan, holdings)
-        alive = [h for h in holdings if h.start <= op < h.stop]
-    else:
-        op = replay_position(step, find_variant(step, replay))
-        alive = _at_replay(step, replay, holdings)
-    return Peak(op, tuple(sorted(alive, key=lambda h: (-h.num_bytes, h.name))))
+    held = [*_storages(step, plan), *_small_copies(step, plan)]
+    moments = [_at_op(step, [*held, *_workspaces(step)])]
+    moments += [_at_replay(step, replay, held) for replay in plan.recomputes]
+    return max(moments, key=lambda moment: moment.num_bytes)
 
 
-def _fullest(step: Step, plan: Plan, holdings: list[Holding]) -> int:
-    levels = _levels(holdings, len(step.ops))
-    named = _named_ops(step, plan.predicted.peak_at) or range(len(step.ops))
-    return max(named, key=lambda i: (levels[i], -i), default=0)
+def _peak(op: int, where: str, alive: list[Holding]) -> Peak:
+    return Peak(op, where, tuple(sorted(alive, key=lambda h: (-h.num_bytes, h.name))))
 
 
-def _levels(holdings: list[Holding], num_ops: int) -> list[int]:
-    change = [0] * (num_ops + 1)
+def _at_op(step: Step, holdings: list[Holding]) -> Peak:
+    """The fullest op."""
+    change = [0] * (len(step.ops) + 1)
     for h in holdings:
         change[h.start] += h.num_bytes
         change[h.stop] -= h.num_bytes
-    return list(accumulate(change[:num_ops]))
+    levels = list(accumulate(change[:-1]))
+    if not levels:
+        return _peak(0, "no op", [])
+    at = levels.index(max(levels))
+    op = step.ops[at]
+    where = f"{op.name} in {op.module or 'the step'} ({op.phase.value})"
+    return _peak(at, where, [h for h in holdings if h.start <= at < h.stop])
 
 
-def _named_ops(step: Step, text: str) -> list[int]:
-    """Ops that an outcome's `peak_at` may mean: "NAME in MODULE (PHASE)"."""
-    return [
-        i
-        for i, op in enumerate(step.ops)
-        if text.startswith(f"{op.name} in {op.module or 'the step'}")
-        and text.endswith((f" ({op.phase.value})", op.module or "the step"))
-    ]
-
-
-def _named_replay(step: Step, plan: Plan) -> Recompute | None:
-    """The replay that an outcome's `peak_at` names: "recomputing BLOCK"."""
-    for action in plan.recomputes:
-        find_variant(step, action)
-        if plan.predicted.peak_at == f"recomputing {step.blocks[action.block].name}":
-            return action
-    return None
-
-
-def _at_replay(step: Step, replay: Recompute, holdings: list[Holding]) -> list[Holding]:
-    """Who holds bytes while a block runs again, before the op that asked for it begins."""
+def _at_replay(step: Step, replay: Recompute, holdings: list[Holding]) -> Peak:
+    """While a block runs again: inputs still there, the op that asked for it not yet begun."""
     variant, block = find_variant(step, replay), step.blocks[replay.block]
-    op, inside = replay_position(step, variant), {*variant.drops, *block.inputs}
+    at = replay_position(step, variant)
+    born = {s for s, storage in enumerate(step.storages) if storage.birth == at}
     alive = [
-        h for h in holdings if h.start < op < h.stop or (h.storage in inside and _touches(h, op))
+        h
+        for h in holdings
+        if (h.start <= at < h.stop and h.storage not in born)
+        or (h.stop == at and h.storage in block.inputs)
     ]
     size = variant.replay_peak_bytes - variant.dropped_bytes
     if size > 0:
         name = f"temporaries of recomputing {block.name}"
-        alive.append(Holding(name, Kind.TEMPORARY.value, size, op, op + 1))
-    return alive
-
-
-def _touches(holding: Holding, op: int) -> bool:
-    return holding.start <= op <= holding.stop
+        alive.append(Holding(name, Kind.TEMPORARY.value, size, at, at + 1))
+    return _peak(at, f"recomputing {block.name}", alive)
 
 
 def _storages(step: Step, plan: Plan) -> Iterator[Holding]:
@@ -116,7 +99,6 @@ def _storages(step: Step, plan: Plan) -> Iterator[Holding]:
                 yield Holding(
                     storage.name, storage.kind.value, storage.num_bytes, start, stop, note, s
                 )
-    yield from _small_copies(step, plan)
 
 
 def _away(step: Step, plan: Plan) -> dict[int, tuple[int, int, str]]:

@@ -35,7 +35,7 @@ def test_a_text_without_number_and_unit_is_refused(text: str) -> None:
 
 
 def test_an_unknown_unit_is_named() -> None:
-    with pytest.raises(UnitError, match="unknown unit 'Gb2'|unknown unit 'furlong'"):
+    with pytest.raises(UnitError, match="unknown unit 'furlong'"):
         parse_bytes("16furlong")
 
 

@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import threading
+import time
 import weakref
 
 import pytest
@@ -120,7 +121,7 @@ def test_random_copies_agree_with_doing_them_one_by_one(lanes, seed):
             place = ranges_for(draw, draw.choice(["host", "disk"]))
             source = random_bytes(place.num_bytes, op)
             # What shares a page on disk is lost with it, since writes own whole pages.
-            for old in [p for p in model if p.overlaps(whole_pages(place))]:
+            for old in [p for p in model if overlap(p, whole_pages(place))]:
                 del model[old]
             model[place] = source.clone()
             waits.append((lanes.copy_out(source, place), source))
@@ -133,6 +134,10 @@ def test_random_copies_agree_with_doing_them_one_by_one(lanes, seed):
         assert torch.equal(target, expected)
 
 
+def overlap(one, two):
+    return one.tier == two.tier and one.offset < two.end and two.offset < one.end
+
+
 def whole_pages(place):
     if place.tier == "host":
         return place
@@ -140,12 +145,14 @@ def whole_pages(place):
 
 
 class GatedDisk(DiskFile):
-    """Writes and reads wait until the gate is open, and fail if told to."""
+    """Writes and reads wait until their gate is open; writes fail if told to."""
 
     def __init__(self, directory, num_bytes):
         super().__init__(directory, num_bytes)
         self.gate = threading.Event()
         self.gate.set()
+        self.read_gate = threading.Event()
+        self.read_gate.set()
         self.failing = False
 
     def write(self, offset, view):
@@ -154,6 +161,10 @@ class GatedDisk(DiskFile):
             raise TierError("the drive is gone")
         super().write(offset, view)
 
+    def read(self, offset, view):
+        assert self.read_gate.wait(10)
+        super().read(offset, view)
+
 
 @pytest.fixture
 def gated(tmp_path):
@@ -161,8 +172,38 @@ def gated(tmp_path):
     lanes = make_lanes(CPU, slab=None, disk=file)
     yield file, lanes
     file.gate.set()
+    file.read_gate.set()
     lanes.close()
     file.close()
+
+
+def test_a_copy_in_waits_for_the_copy_out_of_its_place(gated):
+    file, lanes = gated
+    place, target = Place("disk", 4096, 5000), torch.zeros(5000, dtype=torch.uint8)
+    file.gate.clear()
+    lanes.copy_out(random_bytes(5000), place)
+    ticket = lanes.copy_in(place, target)
+    time.sleep(0.05)
+    assert not lanes.done(ticket)
+    file.gate.set()
+    lanes.wait(ticket)
+    assert torch.equal(target, random_bytes(5000))
+
+
+def test_a_copy_out_waits_for_copies_in_from_any_byte_of_its_place(gated):
+    file, lanes = gated
+    old, target = Place("disk", 4096, 5000), torch.zeros(5000, dtype=torch.uint8)
+    lanes.copy_out(random_bytes(5000), old)
+    file.read_gate.clear()
+    ticket = lanes.copy_in(old, target)
+    over = lanes.copy_out(random_bytes(9000, 1), Place("disk", 0, 9000))
+    aside = lanes.copy_out(random_bytes(100, 2), Place("disk", 16384, 100))
+    time.sleep(0.05)
+    assert not lanes.done(over)
+    file.read_gate.set()
+    for each in (ticket, over, aside):
+        lanes.wait(each)
+    assert torch.equal(target, random_bytes(5000))
 
 
 def test_wait_raises_what_the_copy_raised(gated):

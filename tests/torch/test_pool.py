@@ -1,5 +1,6 @@
 """Slabs give back what they take; layouts and free lists never give a byte twice."""
 
+import multiprocessing
 import random
 import time
 from types import SimpleNamespace
@@ -159,6 +160,19 @@ def test_slab_short_of_host_memory_says_by_how_much(monkeypatch):
     monkeypatch.setattr(pool.psutil, "virtual_memory", lambda: memory)
     with pytest.raises(TierError, match="host memory is short by 2.00 MiB"):
         Slab(3 << 20, pin=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_leaves_the_slab_alone():
+    """A child has neither the pages nor a way to take them from its parent."""
+    slab = Slab(1 << 20, pin=False)
+    slab.view(0, 100).fill_(5)
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    assert slab.view(0, 100).sum().item() == 500
+    slab.close()
 
 
 class FakeCudart:

@@ -22,7 +22,6 @@ from legroom.core.errors import InputError
 from legroom.memory.mechanisms.disk import DiskFile
 from legroom.memory.mechanisms.pool import PAGE_BYTES, Slab, round_up
 from legroom.memory.mechanisms.tickets import (
-    TIERS,
     Event,
     Ledger,
     Place,
@@ -38,6 +37,8 @@ SLOT_BYTES = 8 << 20
 """One staging slot: large enough for a drive's full speed, small enough to pipeline."""
 MAX_THREADS = 8
 """Transfers to the drive at a time, each way."""
+IDLE_S = 20e-6
+"""Two timing events with nothing to wait for between them are up to this far apart."""
 MAX_PAIRS = 4096
 """Pairs of timing events kept before they are added up."""
 
@@ -54,7 +55,7 @@ class Lanes(ABC):
         self._slab = slab
         self._disk = disk
         self._host_bytes = host_bytes
-        self._ledger = Ledger()
+        self._ledgers = {"host": Ledger(), "disk": Ledger()}
         # Forward and backward ask from different threads.
         self._lock = threading.Lock()
         self._stall_s = 0.0
@@ -67,8 +68,7 @@ class Lanes(ABC):
         self._check(source, place)
         ticket = Ticket(place, source)
         with self._lock:
-            self._copy_out(ticket, self._ledger.before_out(place))
-            self._ledger.add_out(ticket)
+            self._copy_out(ticket, self._ledgers[place.tier].enter_out(ticket))
         return ticket
 
     def copy_in(self, place: Place, target: Tensor) -> Ticket:
@@ -76,8 +76,7 @@ class Lanes(ABC):
         self._check(target, place)
         ticket = Ticket(place, target)
         with self._lock:
-            self._copy_in(ticket, self._ledger.before_in(place))
-            self._ledger.add_in(ticket)
+            self._copy_in(ticket, self._ledgers[place.tier].enter_in(ticket))
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
@@ -110,11 +109,12 @@ class Lanes(ABC):
     def drain(self) -> None:
         """Block until every copy is over, failed or not, and let go of what they held."""
         with self._lock:
-            for ticket in self._ledger.live():
-                settle([ticket])
-                for event in ticket.events():
-                    event.synchronize()
-            self._ledger.sweep()
+            for ledger in self._ledgers.values():
+                for ticket in ledger.live():
+                    settle([ticket])
+                    for event in ticket.events():
+                        event.synchronize()
+                ledger.sweep()
 
     def close(self) -> None:
         """Finish the copies and end the threads; slab and disk stay with who made them."""
@@ -127,7 +127,7 @@ class Lanes(ABC):
         assert not self._closed, "the lanes are closed"
         assert tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
         assert tensor.numel() == place.num_bytes, f"{tensor.numel()} bytes for {place}"
-        assert place.tier in TIERS, f"no such tier: {place}"
+        assert place.tier in self._ledgers, f"no such tier: {place}"
         room = self._disk.num_bytes if self._disk else 0
         room = self._host_bytes if place.tier == "host" else room
         assert 0 <= place.offset <= room - place.num_bytes, f"{place} is outside of {room} bytes"
@@ -135,7 +135,8 @@ class Lanes(ABC):
     def _add_up(self, num_pairs: int) -> None:
         for begin, end in self._pairs[:num_pairs]:
             end.synchronize()
-            self._stall_s += begin.elapsed_time(end) / 1e3
+            elapsed_s = begin.elapsed_time(end) / 1e3
+            self._stall_s += elapsed_s if elapsed_s > IDLE_S else 0.0
         del self._pairs[:num_pairs]
 
     @abstractmethod

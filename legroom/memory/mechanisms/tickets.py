@@ -14,7 +14,7 @@ their own would keep the memory taken while the slow hop to disk goes on.
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 Event = torch.cuda.Event
-TIERS = ("host", "disk")
 T = TypeVar("T")
 
 
@@ -35,13 +34,10 @@ class Place:
     offset: int
     num_bytes: int
 
-    def overlaps(self, other: "Place") -> bool:
-        """Whether two places share a byte."""
-        return (
-            self.tier == other.tier
-            and self.offset < other.offset + other.num_bytes
-            and other.offset < self.offset + self.num_bytes
-        )
+    @property
+    def end(self) -> int:
+        """The first byte after it."""
+        return self.offset + self.num_bytes
 
 
 class Ticket:
@@ -88,53 +84,56 @@ def _is_over(event: Event | None) -> bool:
     return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
 
+Row = tuple[int, int, Ticket]
+"""First byte, end byte, copy: plain, for hundreds of them are looked through at every copy."""
+
+
+def _beside(rows: Iterable[Row], place: Place) -> list[Ticket]:
+    first, end = place.offset, place.end
+    return [ticket for since, until, ticket in rows if since < end and first < until]
+
+
 class Ledger:
-    """Copies that may still touch the tiers, in the order they were asked for."""
+    """Copies of one tier that may still run, in the order they were asked for."""
 
     def __init__(self) -> None:
-        self._out: dict[str, deque[Ticket]] = {tier: deque() for tier in TIERS}
-        self._in: dict[str, deque[Ticket]] = {tier: deque() for tier in TIERS}
+        self._out: deque[Row] = deque()
+        self._in: deque[Row] = deque()
         # Places whose last copy out failed: reading them must fail too.
-        self._broken: list[Ticket] = []
+        self._broken: list[Row] = []
 
-    def add_out(self, ticket: Ticket) -> None:
-        """Enter a copy out; it covers what lay there."""
-        lane = self._out[ticket.place.tier]
-        for earlier in (*self._broken, *lane):
-            earlier.covered |= earlier.place.overlaps(ticket.place)
-        self._broken = [earlier for earlier in self._broken if not earlier.covered]
-        lane.append(ticket)
-
-    def add_in(self, ticket: Ticket) -> None:
-        """Enter a copy in."""
-        self._in[ticket.place.tier].append(ticket)
-
-    def before_out(self, place: Place) -> list[Ticket]:
-        """What a copy out to `place` must wait for."""
+    def enter_out(self, ticket: Ticket) -> list[Ticket]:
+        """Note a copy out; gives what it must wait for. It covers what lay there."""
         self.sweep()
-        live = (*self._out[place.tier], *self._in[place.tier])
-        return [ticket for ticket in live if ticket.place.overlaps(place)]
+        place = ticket.place
+        earlier = _beside(self._out, place)
+        for covered in (*earlier, *_beside(self._broken, place)):
+            covered.covered = True
+        self._broken = [row for row in self._broken if not row[2].covered]
+        self._out.append((place.offset, place.end, ticket))
+        return earlier + _beside(self._in, place)
 
-    def before_in(self, place: Place) -> list[Ticket]:
-        """What a copy in from `place` must wait for; who covers a copy has waited for it."""
+    def enter_in(self, ticket: Ticket) -> list[Ticket]:
+        """Note a copy in; gives what it must wait for. Who covers a copy has waited for it."""
         self.sweep()
-        live = (*self._broken, *self._out[place.tier])
-        return [t for t in live if not t.covered and t.place.overlaps(place)]
+        place = ticket.place
+        self._in.append((place.offset, place.end, ticket))
+        earlier = _beside(self._broken, place) + _beside(self._out, place)
+        return [ticket for ticket in earlier if not ticket.covered]
 
     def live(self) -> list[Ticket]:
         """All copies not known to be over."""
-        lanes = (*self._out.values(), *self._in.values())
-        return [ticket for lane in lanes for ticket in lane]
+        return [ticket for _, _, ticket in (*self._out, *self._in)]
 
     def sweep(self) -> None:
         """Let go of the copies that are over, oldest first, and of what they held."""
-        for lane in (*self._out.values(), *self._in.values()):
-            while lane and lane[0].settled():
-                ticket = lane.popleft()
-                ticket.tensor = None
-                is_out = lane is self._out[ticket.place.tier]
-                if is_out and not ticket.covered and ticket.error() is not None:
-                    self._broken.append(ticket)
+        while self._out and self._out[0][2].settled():
+            row = self._out.popleft()
+            row[2].tensor = None
+            if not row[2].covered and row[2].error() is not None:
+                self._broken.append(row)
+        while self._in and self._in[0][2].settled():
+            self._in.popleft()[2].tensor = None
 
 
 def settle(tickets: Sequence[Ticket]) -> None:

@@ -8,7 +8,7 @@ the budget wins; the paper scores plans with a static allocator, we with the sim
 
 from legroom.memory.actions import Action, Recompute
 from legroom.memory.planner import POLICIES, Choice, Problem
-from legroom.memory.variants import FULL
+from legroom.memory.trace import FULL
 
 
 @POLICIES.register("every_nth")

@@ -1,0 +1,107 @@
+"""One saved storage under the runtime's care, and the handles autograd holds on it.
+
+[Note: ownership] Autograd owns handles, handles own the entry, the entry owns the bytes wherever
+they are. When a graph is freed its handles go, and with the last handle the entry and its bytes.
+The runtime itself keeps only weak references, so nothing is left behind by a step that raised.
+"""
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from legroom.memory.mechanisms.compress import Packed
+from legroom.memory.mechanisms.tickets import Place, Ticket
+from legroom.memory.saved import ViewOf
+
+if TYPE_CHECKING:
+    from legroom.memory.mechanisms.recompute import Frame
+
+
+class State(Enum):
+    """Where a storage's bytes are."""
+
+    HERE = "here"  # on the device: just saved, or back
+    LEAVING = "leaving"  # on the device, with a copy out under way
+    AWAY = "away"  # in a lower tier alone: after the wait for the copy out
+    COMING = "coming"  # room taken on the device, copy in under way
+    DROPPED = "dropped"  # nowhere: a replay brings it back
+    SMALL = "small"  # compressed on the device
+
+
+class Entry:
+    """A storage that autograd saved once or more often."""
+
+    __slots__ = (
+        "__weakref__", "flat", "frame", "note", "num_bytes", "packed", "place", "state", "storage",
+        "ticket", "version", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, storage: int, num_bytes: int, version: int) -> None:
+        self.storage = storage
+        """Its number in the trace, -1 if unplanned."""
+        self.num_bytes = num_bytes
+        self.version = version
+        self.state = State.HERE
+        self.flat: Tensor | None = None
+        """The whole storage as bytes, while it is on the device."""
+        self.place: Place | None = None
+        """Its copy in a lower tier; valid from LEAVING on."""
+        self.ticket: Ticket | None = None
+        self.frame: Frame | None = None
+        """The block call that can bring it back."""
+        self.packed: Packed | None = None
+        self.note = -1
+        """Its number in a recorder, if one is running."""
+        self.waiting = 0
+        """Handles not yet asked for."""
+
+
+class Handle:
+    """What autograd holds instead of a tensor."""
+
+    __slots__ = ("asked", "entry", "note", "unpacked", "version", "view")
+
+    def __init__(
+        self,
+        entry: Entry,
+        view: ViewOf,
+        version: int,
+        unpacked: tuple[int, ...] = (),
+        note: int = -1,
+    ) -> None:
+        self.entry, self.view, self.version = entry, view, version
+        self.unpacked = unpacked
+        """Positions where the trace asks for it."""
+        self.note = note
+        """Its row in a recorder, if one is running."""
+        self.asked = 0
+        entry.waiting += 1
+
+
+class Kept:
+    """A tensor left alone, with the version it was saved at."""
+
+    __slots__ = ("note", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, note: int = -1) -> None:
+        self.tensor, self.version, self.note = tensor, tensor._version, note
+
+    def open(self) -> Tensor:
+        """The tensor, if nobody changed it in place since."""
+        check_version(self.tensor, self.version)
+        return self.tensor
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise autograd's own error when a saved tensor was changed in place."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+            f"expected version {version} instead. Hint: enable anomaly detection to find the "
+            "operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
+

@@ -1,0 +1,85 @@
+"""A plan made ready to run: what to do at each save, and what is due at each position."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from legroom.memory.actions import CODECS, Move
+from legroom.memory.plan import Plan, find_variant
+from legroom.memory.trace import FULL, Step, Variant
+
+ALIGN = 4096
+"""Slots begin at pages, as direct disk access wants."""
+OUT_WAIT, IN_START, OUT_START = range(3)
+
+
+class Row(NamedTuple):
+    """One save the runtime expects."""
+
+    storage: int
+    num_bytes: int
+    packed: int
+    unpacked: tuple[int, ...]
+
+
+class Due(NamedTuple):
+    """Something to do once the step has come to a position."""
+
+    position: int
+    rank: int
+    storage: int
+
+
+class Script:
+    """Look-up tables of one plan on its step; holds no tensors and decides nothing."""
+
+    def __init__(self, step: Step, plan: Plan) -> None:
+        self.step, self.plan = step, plan
+        blocks = range(-1, len(step.blocks))
+        self.rows: dict[int, list[Row]] = {b: self._rows(b) for b in blocks}
+        self.moves: Mapping[int, Move] = {m.storage: m for m in plan.moves}
+        self.codecs: Mapping[int, str] = {c.storage: c.codec for c in plan.compressions}
+        self.variants: dict[int, Variant] = {
+            a.block: find_variant(step, a) for a in plan.recomputes
+        }
+        self.dropped = {s: b for b, v in self.variants.items() for s in v.drops}
+        self.block_at = {(b.module, b.call): i for i, b in enumerate(step.blocks)}
+        self.due = sorted(self._due())
+        self.offsets, self.tier_bytes = self._layout()
+
+    def _rows(self, block: int) -> list[Row]:
+        storages = self.step.storages
+        return [
+            Row(r.storage, storages[r.storage].num_bytes, r.packed, r.unpacked)
+            for r in self.step.saved_in(block)
+        ]
+
+    def _due(self) -> list[Due]:
+        due = []
+        for m in self.plan.moves:
+            due.append(Due(m.out_start, OUT_START, m.storage))
+            due.append(Due(m.out_wait, OUT_WAIT if m.out_wait > m.out_start else 3, m.storage))
+            due.append(Due(m.in_start, IN_START, m.storage))
+        return due
+
+    def _layout(self) -> tuple[dict[int, int], dict[str, int]]:
+        """A slot of its own for each move: a graph kept for a second backward stays readable."""
+        offsets, used = {}, {}
+        for m in self.plan.moves:
+            offsets[m.storage] = used.get(m.tier, 0)
+            size = self.step.storages[m.storage].num_bytes
+            used[m.tier] = offsets[m.storage] + (size + ALIGN - 1) // ALIGN * ALIGN
+        return offsets, used
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do at all."""
+        return not self.plan.actions
+
+    @property
+    def lossy(self) -> bool:
+        """Whether gradients may differ from those of the unplanned step."""
+        return any(not CODECS[c].exact for c in self.codecs.values())
+
+    def is_selective(self, block: int) -> bool:
+        """Whether a block's replay skips ops."""
+        return block in self.variants and self.variants[block].name != FULL

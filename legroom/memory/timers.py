@@ -1,0 +1,121 @@
+"""Time and scratch memory of each op while a real step is recorded.
+
+On CUDA, events around each op give its time, and the allocator's peak its scratch. On CPU the
+clock gives the time, and the profiler's memory reports, which carry the same clock, the scratch.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from legroom.memory.recorder import RawOp
+
+
+class CudaTimer:
+    """Events around each op; scratch from the allocator's own peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._scratch: list[int] = []
+
+    def start(self) -> None:
+        """An op is about to run."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        begin = torch.cuda.Event(enable_timing=True)
+        self._events.append((begin, torch.cuda.Event(enable_timing=True)))
+        begin.record()
+
+    def stop(self) -> None:
+        """It has run: what it held above what it leaves is scratch."""
+        self._events[-1][1].record()
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self._scratch.append(max(0, peak - torch.cuda.memory_allocated(self.device)))
+
+    def fill(self, ops: list[RawOp], births: list[int]) -> None:
+        """Write times and scratch into the recorded ops."""
+        torch.cuda.synchronize(self.device)
+        for op, (begin, end), scratch in zip(ops, self._events, self._scratch, strict=True):
+            op.time_s = begin.elapsed_time(end) / 1e3
+            op.workspace_bytes = scratch
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Nothing to set up."""
+        yield
+
+
+class CpuTimer:
+    """The clock around each op; scratch from the memory reports between."""
+
+    def __init__(self) -> None:
+        self._windows: list[list[int]] = []
+        self.reports: list[tuple[int, int]] = []
+
+    def start(self) -> None:
+        """An op is about to run."""
+        self._windows.append([time.time_ns(), 0])
+
+    def stop(self) -> None:
+        """It has run."""
+        self._windows[-1][1] = time.time_ns()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Collect memory reports while the step runs."""
+        with memory_reports(self.reports):
+            yield
+
+    def fill(self, ops: list[RawOp], births: list[int]) -> None:
+        """Write times and scratch into the recorded ops; `births` is what each op leaves."""
+        times = np.array([t for t, _ in self.reports], dtype=np.int64)
+        levels = np.cumsum([n for _, n in self.reports], dtype=np.int64)
+        for op, (begin, end), left in zip(ops, self._windows, births, strict=True):
+            op.time_s = (end - begin) / 1e9
+            low, high = np.searchsorted(times, [begin, end])
+            if high > low:
+                before = int(levels[low - 1]) if low else 0
+                op.workspace_bytes = max(0, int(levels[low:high].max()) - before - left)
+
+
+@contextlib.contextmanager
+def memory_reports(into: list[tuple[int, int]]) -> Iterator[None]:
+    """Collect (time in ns, bytes taken or given back) of torch's CPU allocator."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    profile = torch.profiler.profile(activities=[cpu], profile_memory=True)
+    with _silent():
+        profile.start()
+    try:
+        yield
+    finally:
+        with _silent():
+            profile.stop()
+        results: Any = profile.profiler
+        for event in results.kineto_results.events():
+            if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+                into.append((event.start_ns(), event.nbytes()))
+        into.sort(key=lambda row: row[0])
+
+
+def reports_peak(reports: list[tuple[int, int]]) -> int:
+    """Most bytes taken at once, above what was there when the reports began."""
+    levels = np.cumsum([n for _, n in reports], dtype=np.int64)
+    return max(int(levels.max(initial=0)), 0)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the profiler's notes to itself off the terminal."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
