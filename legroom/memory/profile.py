@@ -17,6 +17,7 @@ from legroom.memory.mechanisms.recompute import OpForm
 from legroom.memory.recorder import RawCall, RawOp, RawStorage, Recorder
 from legroom.memory.roofline import op_time
 from legroom.memory.saved import ViewOf
+from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.trace import Block, Kind, Op, Phase, Saved, Step, Storage
 from legroom.memory.variants import with_variants
 
@@ -335,3 +336,62 @@ def _with_update(step: Step, optimizer: str, machine: Machine, signature: str) -
 def _shift(position: int, end: int) -> int:
     """What lasted to the end of the step lasts through the update as well."""
     return position + 1 if position >= end else position
+
+
+def capture_real(
+    recorder: Recorder,
+    timer: CudaTimer | CpuTimer,
+    model: nn.Module,
+    machine: Machine,
+    *,
+    like: Step | None = None,
+    blocks: Sequence[str] | None = None,
+    signature: str = "",
+) -> Capture:
+    """The trace of a step that was recorded as it ran, times and scratch measured.
+
+    `like` is a fake trace of the same model: it knows where each saved tensor would be free,
+    which a run that keeps it cannot show. Its blocks are used again.
+    """
+    births = [0] * len(recorder.ops)
+    for row in recorder.storages:
+        if row.birth >= 0:
+            births[row.birth] += row.num_bytes
+    timer.fill(recorder.ops, births)
+    _set_releases(recorder, like)
+    calls = _same_calls(recorder, like) if like is not None else find_blocks(recorder, blocks)
+    draft = build_step(
+        recorder,
+        calls,
+        model=type(model).__name__,
+        machine=machine,
+        capture="real",
+        signature=signature,
+    )
+    return Capture(with_variants(draft), op_forms(recorder))
+
+
+def _same_calls(recorder: Recorder, like: Step) -> list[RawCall]:
+    wanted = {(b.module, b.call) for b in like.blocks}
+    return [c for c in recorder.calls if (c.path, c.call) in wanted and c.last_op >= c.first_op]
+
+
+def _set_releases(recorder: Recorder, like: Step | None) -> None:
+    """Where kept storages would be free: as the fake trace says, or after the last access."""
+    known: dict[int, int] = {}
+    if like is not None:
+        for mine, theirs in zip(recorder.saved, like.saved, strict=False):
+            storage = like.storages[theirs.storage]
+            if recorder.storages[mine.storage].num_bytes != storage.num_bytes:
+                break
+            if mine.packed == theirs.packed and storage.release < like.turn:
+                known[mine.storage] = storage.release
+    last: dict[int, int] = {}
+    for i, op in enumerate(recorder.ops):
+        if op.phase == Phase.FORWARD:
+            last.update(dict.fromkeys((*op.reads, *op.writes), i))
+    for sid in {row.storage for row in recorder.saved}:
+        raw = recorder.storages[sid]
+        held_to_end = raw.release is None or recorder.ops[raw.release].phase != Phase.FORWARD
+        if raw.birth >= 0 and held_to_end:
+            raw.release = known.get(sid, last.get(sid, raw.birth))

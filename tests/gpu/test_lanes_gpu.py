@@ -1,5 +1,6 @@
 """On CUDA: the same bytes come back, no copy races with compute, and compute does not wait."""
 
+import gc
 import random
 import threading
 import time
@@ -23,12 +24,14 @@ SIZES = [1, 4095, 4096, 4097, 3 * MIB + 7, 20 * MIB + 1]
 
 
 class GatedDisk(DiskFile):
-    """Writes wait until the gate is open, and fail if told to."""
+    """Writes and reads wait until their gate is open; writes fail if told to."""
 
     def __init__(self, directory, num_bytes):
         super().__init__(directory, num_bytes)
         self.gate = threading.Event()
         self.gate.set()
+        self.read_gate = threading.Event()
+        self.read_gate.set()
         self.failing = False
 
     def write(self, offset, view):
@@ -37,12 +40,15 @@ class GatedDisk(DiskFile):
             raise TierError("the drive is gone")
         super().write(offset, view)
 
+    def read(self, offset, view):
+        assert self.read_gate.wait(20)
+        super().read(offset, view)
+
 
 @pytest.fixture
 def disk(tmp_path):
     file = GatedDisk(tmp_path, 64 * MIB)
     yield file
-    file.gate.set()
     file.close()
 
 
@@ -54,6 +60,7 @@ def lanes(disk):
     )
     yield lanes
     disk.gate.set()
+    disk.read_gate.set()
     lanes.close()
     slab.close()
 
@@ -113,6 +120,52 @@ def whole_pages(place):
     return Place(place.tier, place.offset, pool.round_up(place.num_bytes))
 
 
+def hold(lane):
+    """Keep a lane busy, so that what is enqueued on it now happens late."""
+    with torch.cuda.stream(lane):
+        work(0.05)
+
+
+def test_a_copy_in_waits_for_a_late_copy_out(lanes):
+    source, place = random_bytes(MIB), Place("host", 0, MIB)
+    hold(lanes._out)
+    lanes.copy_out(source, place)
+    assert torch.equal(fetch(lanes, place), source)
+
+
+def test_a_copy_out_waits_for_a_late_copy_in(lanes):
+    old, new = random_bytes(MIB), random_bytes(2 * MIB)
+    place, target = Place("host", MIB, MIB), empty_bytes(MIB)
+    lanes.wait(lanes.copy_out(old, place))
+    hold(lanes._in)
+    ticket = lanes.copy_in(place, target)
+    lanes.wait(lanes.copy_out(new, Place("host", MIB // 2, 2 * MIB)))
+    lanes.wait(ticket)
+    assert torch.equal(target, old)
+
+
+def test_a_write_waits_for_a_late_read(lanes, disk):
+    old, new = random_bytes(MIB), random_bytes(MIB)
+    place, target = Place("disk", 0, MIB), empty_bytes(MIB)
+    lanes.copy_out(old, place)
+    disk.read_gate.clear()
+    ticket = lanes.copy_in(place, target)
+    lanes.copy_out(new, place)
+    time.sleep(0.1)
+    disk.read_gate.set()
+    lanes.wait(ticket)
+    assert torch.equal(target, old)
+    assert torch.equal(fetch(lanes, place), new)
+
+
+def test_a_slot_is_not_filled_again_before_the_device_has_read_it(lanes):
+    source, place = random_bytes(20 * MIB), Place("disk", 0, 20 * MIB)
+    lanes.copy_out(source, place)
+    lanes.drain()
+    hold(lanes._in)
+    assert torch.equal(fetch(lanes, place), source)
+
+
 @pytest.mark.parametrize("tiers", [["host"], ["disk"], ["host", "disk"]])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_copy_races_with_compute(lanes, tiers, seed):
@@ -155,6 +208,7 @@ def settle(lanes, ticket, tensor, expected):
 
 def test_the_source_of_a_disk_copy_is_free_before_the_write(lanes, disk):
     """wait() ends the hop to staging: device memory returns while the drive stands still."""
+    gc.collect()
     disk.gate.clear()
     before = torch.cuda.memory_allocated()
     source, place = random_bytes(3 * MIB), Place("disk", 0, 3 * MIB)
@@ -182,6 +236,7 @@ def test_a_failed_write_is_raised_by_the_copy_in(lanes, disk):
 
 
 def test_drain_gives_back_what_nobody_waited_for(lanes):
+    gc.collect()
     before = torch.cuda.memory_allocated()
     lanes.copy_out(random_bytes(MIB), Place("host", 0, MIB))
     lanes.copy_out(random_bytes(MIB), Place("disk", 0, MIB))

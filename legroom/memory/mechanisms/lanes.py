@@ -251,7 +251,8 @@ class CudaLanes(Lanes):
         slot_bytes: int,
     ) -> None:
         super().__init__(slab, disk, slab.num_bytes - staging_bytes if slab else 0)
-        self._device = device
+        # By number: torch reads a device by other names many times slower, at every copy.
+        self._index = device.index
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._slot_bytes = slot_bytes
@@ -263,7 +264,7 @@ class CudaLanes(Lanes):
         self._ring_in = _Ring(slots[:half], "legroom-in") if disk else None
 
     def _copy_out(self, ticket: Ticket, before: Sequence[Ticket]) -> None:
-        ready = torch.cuda.current_stream(self._device).record_event()
+        ready = torch.cuda.current_stream(self._index).record_event()
         if ticket.place.tier == "host":
             ticket.hops = [self._through_slab(self._out, ticket, ready, before)]
             return
@@ -275,7 +276,7 @@ class CudaLanes(Lanes):
             ticket.landed.append(threads.submit(clean, write, ticket, start, ready, before, hop))
 
     def _copy_in(self, ticket: Ticket, before: Sequence[Ticket]) -> None:
-        ready = torch.cuda.current_stream(self._device).record_event()
+        ready = torch.cuda.current_stream(self._index).record_event()
         if ticket.place.tier == "host":
             ticket.hops = [self._through_slab(self._in, ticket, ready, before)]
             return
@@ -285,7 +286,7 @@ class CudaLanes(Lanes):
             ticket.hops.append(threads.submit(clean, read, ticket, start, ready, before))
 
     def _wait(self, ticket: Ticket) -> None:
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self._index)
         begin = stream.record_event(_event(timing=True)) if self.timing else None
         # All of them before a failure is raised: the tensor is free for other use after this.
         for event in ticket.events():

@@ -1,0 +1,152 @@
+"""The public functions: fit, estimate, verify, plan, simulate, probe."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from legroom.core.errors import InputError
+from legroom.core.units import format_bytes, parse_bytes
+from legroom.machine.probe import cached_probe
+from legroom.machine.spec import Machine, find_machine
+from legroom.memory.job import Job
+from legroom.memory.planner import POLICIES
+
+Budget = str | int | Mapping[str, str | int]
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    budget: Budget = "auto",
+    policy: str = "auto",
+    machine: str | Path | Machine | None = None,
+    blocks: Sequence[str] | None = None,
+    disk_dir: str | None = None,
+    lossy: bool = False,
+) -> Job:
+    """Make a model's training steps keep a memory budget.
+
+    `budget` is the most bytes the device may hold at any moment: "16GiB", an int, "auto" for what
+    the card has, or a mapping by tier ("device", "host", "disk"). Use the job around each step:
+
+        job = legroom.fit(model, optimizer, budget="16GiB")
+        for batch in loader:
+            with job.step():
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step(); optimizer.zero_grad()
+        print(job.report())
+
+    Raises InputError for a budget, policy, machine or optimizer that cannot be used.
+    """
+    import legroom.memory.policies  # noqa: F401  (fills the registry)
+
+    _ = POLICIES[policy]
+    device = model_device(model)
+    _check_optimizer(model, optimizer)
+    found = find_machine(machine) if machine is not None else cached_probe(device.type)
+    limits = read_budget(budget, found, device, disk_dir)
+    if device.type == "cuda":
+        _cap_device(device, limits["device"])
+    return Job(
+        model,
+        optimizer,
+        device=device,
+        machine=found,
+        budget=limits,
+        policy=policy,
+        blocks=blocks,
+        disk_dir=disk_dir,
+        lossy=lossy,
+    )
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The one device a model lives on; raises InputError for several, or for meta."""
+    devices = {p.device for p in (*model.parameters(), *model.buffers())}
+    kinds = {d.type for d in devices}
+    if len(devices) > 1 and len(kinds - {"cpu"}) > 0 and len({d for d in devices if d.type != "cpu"}) > 1:
+        raise InputError(f"the model is spread over {sorted(map(str, devices))}: one device is needed")
+    if "meta" in kinds:
+        raise InputError("the model is on the meta device: it has no values to train")
+    if not devices:
+        raise InputError("the model has no parameters")
+    accelerators = [d for d in devices if d.type != "cpu"]
+    device = accelerators[0] if accelerators else devices.pop()
+    if device.type not in ("cuda", "cpu"):
+        raise InputError(f"cannot plan for device {device}: only cuda and cpu")
+    return device
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    mine = {id(p) for p in model.parameters()}
+    theirs = [p for g in optimizer.param_groups for p in g["params"]]
+    if theirs and not any(id(p) in mine for p in theirs):
+        raise InputError(
+            "the optimizer holds none of the model's parameters: it was made for another model, "
+            "or before the model was moved or wrapped"
+        )
+
+
+def read_budget(
+    budget: Budget, machine: Machine, device: torch.device, disk_dir: str | None
+) -> dict[str, int]:
+    """Bytes per tier; raises InputError for a budget larger than the device."""
+    given = dict(budget) if isinstance(budget, Mapping) else {"device": budget}
+    unknown = set(given) - {"device", "host", "disk"}
+    if unknown or "device" not in given:
+        raise InputError(f"a budget names 'device', and may name 'host' and 'disk', not {unknown}")
+    size = device_bytes(device)
+    limits = _default_limits(machine, device, disk_dir)
+    for tier, value in given.items():
+        if tier == "device" and value == "auto":
+            limits["device"] = size - _reserve(device)
+            continue
+        limits[tier] = parse_bytes(value)
+    if limits["device"] > size:
+        raise InputError(
+            f"the budget of {format_bytes(limits['device'])} is larger than the device, "
+            f"which has {format_bytes(size)}"
+        )
+    return limits
+
+
+def device_bytes(device: torch.device) -> int:
+    """What the device has in all."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def _reserve(device: torch.device) -> int:
+    """Bytes others hold on the device now, and some for the driver."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free - torch.cuda.memory_reserved(device)) + (256 << 20)
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available) + (512 << 20)
+
+
+def _default_limits(
+    machine: Machine, device: torch.device, disk_dir: str | None
+) -> dict[str, int]:
+    limits: dict[str, int] = {}
+    if device.type == "cuda":
+        limits["host"] = int(psutil.virtual_memory().available * 0.6)
+    disk = machine.tier("disk")
+    if disk is not None and (disk_dir is not None or device.type == "cpu"):
+        limits["disk"] = (disk.num_bytes - disk.reserve_bytes) // 2
+    return limits
+
+
+def _cap_device(device: torch.device, limit: int) -> None:
+    """Let the allocator itself refuse more than the budget."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)

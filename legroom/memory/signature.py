@@ -1,0 +1,24 @@
+"""What makes two steps alike: shapes, dtypes, and the mode of the model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+
+def signature_of(model: nn.Module, args: Any, kwargs: Any) -> str:
+    """A short text, equal for steps that run the same ops on the same shapes."""
+    leaves, form = tree_flatten((args, kwargs))
+    parts = [_part(x) for x in leaves]
+    grads = any(p.grad is not None for p in model.parameters())
+    cast = ",".join(k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
+    flags = f"{'train' if model.training else 'eval'}{'+grads' if grads else ''}{'+' + cast if cast else ''}"
+    return f"{flags} {' '.join(parts)} #{hash(str(form)) & 0xFFFF:04x}"
+
+
+def _part(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return f"{dtype}[{','.join(map(str, leaf.shape))}]"
+    return repr(leaf)[:40] if isinstance(leaf, bool | int | float | str | None) else "_"

@@ -1,0 +1,59 @@
+"""The lower tiers of a running job: slabs and files, made once and as large as the plans need."""
+
+import tempfile
+
+import torch
+
+from legroom.memory.mechanisms.disk import DiskFile
+from legroom.memory.mechanisms.lanes import Lanes, make_lanes
+from legroom.memory.mechanisms.pool import Slab
+from legroom.memory.script import Script
+
+STAGING_BYTES = 64 << 20
+"""Pinned room through which bytes pass between a CUDA device and the disk."""
+
+
+class Tiers:
+    """Owns the slab, the disk file and the lanes; grows them when a script needs more."""
+
+    def __init__(self, device: torch.device, disk_dir: str | None) -> None:
+        self.device = device
+        self.disk_dir = disk_dir or tempfile.gettempdir()
+        self._slab: Slab | None = None
+        self._disk: DiskFile | None = None
+        self._lanes: Lanes | None = None
+
+    def lanes_for(self, script: Script) -> Lanes | None:
+        """Lanes with room for a script's moves; None if it moves nothing."""
+        if not script.moves:
+            return None
+        host, disk = script.tier_bytes.get("host", 0), script.tier_bytes.get("disk", 0)
+        staging = STAGING_BYTES if disk and self.device.type == "cuda" else 0
+        have_host = self._slab.num_bytes if self._slab else 0
+        have_disk = self._disk.num_bytes if self._disk else 0
+        if self._lanes is not None and have_host >= host + staging and have_disk >= disk:
+            return self._lanes
+        self.close()
+        if host + staging:
+            self._slab = Slab(max(host + staging, have_host), pin=self.device.type == "cuda")
+        if disk:
+            self._disk = DiskFile(self.disk_dir, max(disk, have_disk))
+        self._lanes = make_lanes(
+            self.device, slab=self._slab, disk=self._disk, staging_bytes=staging
+        )
+        return self._lanes
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The lanes now open."""
+        return self._lanes
+
+    def close(self) -> None:
+        """Finish all copies and give everything back."""
+        if self._lanes is not None:
+            self._lanes.close()
+        if self._slab is not None:
+            self._slab.close()
+        if self._disk is not None:
+            self._disk.close()
+        self._lanes = self._slab = self._disk = None
