@@ -8,12 +8,17 @@ import psutil
 import torch
 from torch import nn
 
-from legroom.core.errors import InputError
+from legroom.core.errors import InputError, UnknownName
+from legroom.core.outcome import Outcome
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
-from legroom.memory.job import Job
-from legroom.memory.planner import POLICIES
+from legroom.memory.job import Job, stand_in_loss
+from legroom.memory.planner import POLICIES, make_plan
+from legroom.memory.profile import STATE_RULES, LossFn, capture_fake
+from legroom.memory.simulate import Simulator
+from legroom.memory.trace import Step
+from legroom.memory.verify import Verdict
 
 Budget = str | int | Mapping[str, str | int]
 
@@ -150,3 +155,92 @@ def _cap_device(device: torch.device, limit: int) -> None:
     """Let the allocator itself refuse more than the budget."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+
+
+def estimate(
+    model: nn.Module,
+    batch: Any,
+    *,
+    machine: str | Path | Machine,
+    optimizer: str = "adamw",
+    loss_fn: LossFn | None = None,
+    budget: Budget | None = None,
+    policy: str = "auto",
+    blocks: Sequence[str] | None = None,
+) -> Outcome:
+    """Peak and step time of a model on a machine, with no such machine present.
+
+    The model may be on the meta device. With a budget, the outcome is that of the plan a policy
+    finds; raises BudgetError if none keeps it. Times come from the machine's rates, not from runs.
+    """
+    found = find_machine(machine)
+    step = trace(model, batch, machine=found, optimizer=optimizer, loss_fn=loss_fn, blocks=blocks)
+    if budget is None:
+        return Simulator(step, found).run([], "keep_all")
+    return make_plan(step, found, machine_budget(budget, found), policy).predicted
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    *,
+    machine: str | Path | Machine,
+    optimizer: str = "adamw",
+    loss_fn: LossFn | None = None,
+    blocks: Sequence[str] | None = None,
+) -> Step:
+    """Capture a step with fake tensors: nothing is allocated, times come from a roofline."""
+    if optimizer not in STATE_RULES:
+        raise UnknownName("optimizer", optimizer, STATE_RULES)
+    return capture_fake(
+        model,
+        batch,
+        loss_fn or call_with,
+        find_machine(machine),
+        optimizer=optimizer,
+        blocks=blocks,
+    ).step
+
+
+def machine_budget(budget: Budget, machine: Machine) -> dict[str, int]:
+    """Bytes per tier for a plan on a machine that need not be present."""
+    given = dict(budget) if isinstance(budget, Mapping) else {"device": budget}
+    limits = {t.name: t.num_bytes - t.reserve_bytes for t in machine.tiers}
+    for tier, value in given.items():
+        if tier not in limits:
+            raise InputError(f"{machine.name} has no tier {tier!r}; it has {', '.join(limits)}")
+        if value != "auto":
+            size = parse_bytes(value)
+            if size > limits[tier]:
+                raise InputError(
+                    f"the {tier} budget of {format_bytes(size)} is larger than {machine.name}'s "
+                    f"{format_bytes(limits[tier])}"
+                )
+            limits[tier] = size
+    return limits
+
+
+def call_with(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Call a model the way its batch suggests, and take its loss (or a sum of its outputs)."""
+    if isinstance(batch, Mapping):
+        return stand_in_loss(model, ((), dict(batch)))
+    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    return stand_in_loss(model, (args, {}))
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: Budget,
+    loss_fn: LossFn | None = None,
+    policy: str = "auto",
+    machine: str | Path | Machine | None = None,
+    blocks: Sequence[str] | None = None,
+    lossy: bool = False,
+) -> Verdict:
+    """Fit a model, run a step with and without the plan, and compare loss and gradients."""
+    with fit(
+        model, None, budget=budget, policy=policy, machine=machine, blocks=blocks, lossy=lossy
+    ) as job:
+        return job.verify(lambda: (loss_fn or call_with)(model, batch))

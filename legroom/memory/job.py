@@ -7,19 +7,18 @@ time and peak then stand beside the predicted ones, and a plan that stalls is ma
 """
 
 import contextlib
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from legroom.core.errors import BudgetError, StepError
-from legroom.core.outcome import Comparison, Outcome
+from legroom.core.errors import StepError
+from legroom.core.outcome import Comparison, Outcome, Timeline
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.device import Meter, make_meter
@@ -32,7 +31,9 @@ from legroom.memory.script import Script
 from legroom.memory.signature import signature_of
 from legroom.memory.simulate import Simulator
 from legroom.memory.tiers import Tiers
+from legroom.memory.timeline import predicted_timeline
 from legroom.memory.timers import CpuTimer, CudaTimer
+from legroom.memory.verify import Snapshot, Verdict, verify_step
 
 SETTLED = 3
 """Measured steps before a plan is judged."""
@@ -168,7 +169,7 @@ class Job:
             kind.capture = capture_fake(
                 self.model,
                 (args, kwargs),
-                _stand_in_loss,
+                stand_in_loss,
                 self.machine,
                 device=self.device,
                 optimizer=self._state_rule(),
@@ -255,13 +256,75 @@ class Job:
 
     def comparison(self, kind: Kind | None = None) -> Comparison:
         """Predicted beside measured for a signature (the last one run by default)."""
-        kind = kind or self.current
-        if kind is None or kind.plan is None or kind.capture is None:
-            raise StepError("nothing to report yet: run a step first")
+        kind = self._known(kind)
+        assert kind.capture is not None and kind.plan is not None
         unlimited = Simulator(kind.capture.step, self.machine).run([], "keep_all")
         return Comparison(
             predicted=kind.plan.predicted, measured=measured(kind), unlimited=unlimited
         )
+
+    def timeline(self, kind: Kind | None = None) -> Timeline:
+        """The step over time as the simulator sees it under the plan in force."""
+        kind = self._known(kind)
+        assert kind.capture is not None and kind.plan is not None
+        simulator = Simulator(kind.capture.step, self.machine)
+        return predicted_timeline(simulator, kind.plan.actions)
+
+    def report(self) -> str:
+        """Predicted beside measured, and what each action bought and cost, as text."""
+        from legroom.views.table import comparison_table, costs_table, to_text
+
+        kind = self._known(None)
+        comparison = self.comparison(kind)
+        text = to_text(comparison_table(comparison, kind.plan))
+        if comparison.predicted.costs:
+            text += "\n" + to_text(costs_table(comparison.predicted))
+        return text
+
+    def page(self, path: str) -> Path:
+        """Write the report as one HTML file."""
+        from legroom.views.page import write_page
+
+        kind = self._known(None)
+        assert kind.capture is not None and kind.plan is not None
+        return write_page(
+            path, kind.capture.step, kind.plan, self.comparison(kind), self.timeline(kind)
+        )
+
+    def verify(self, closure: Callable[[], Tensor]) -> Verdict:
+        """Compare loss and gradients of a step with and without the plan, from the same state."""
+        if not self._planned(closure):
+            raise StepError("the closure ran no forward of the fitted model")
+        assert self.current is not None and self.current.plan is not None
+        exact = self.current.plan.exact
+        return verify_step(self.model, self.device, closure, self.step, exact_plan=exact)
+
+    def _planned(self, closure: Callable[[], Tensor]) -> bool:
+        """Run the step until its plan comes from a recording; states are left as found."""
+        keep = Snapshot(self.model, self.device)
+        try:
+            while True:
+                keep.restore()
+                for param in self.model.parameters():
+                    param.grad = None
+                with self.step():
+                    closure().backward()  # type: ignore[no-untyped-call]
+                if self.current is None or self.current.recorded:
+                    return self.current is not None
+        finally:
+            keep.restore()
+
+    def _known(self, kind: Kind | None) -> Kind:
+        kind = kind or self.current
+        if kind is None or kind.plan is None or kind.capture is None:
+            raise StepError("nothing to report yet: run a step first")
+        return kind
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Take all hooks out of the model and give the tiers back."""
@@ -286,7 +349,7 @@ def measured(kind: Kind) -> Outcome | None:
     )
 
 
-def _stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
+def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
     """The model's own loss if it gives one, else a sum over all it returns."""
     args, kwargs = batch
     output = model(*args, **kwargs)

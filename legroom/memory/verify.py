@@ -1,0 +1,142 @@
+"""Did it hold: loss and gradients of a planned step against the unplanned one."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from legroom.memory.mechanisms.recompute import RandomState
+
+Closure = Callable[[], Tensor]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the planned step's loss and gradients are from the unplanned step's."""
+
+    identical: bool
+    """Every bit of the loss and of all gradients is the same."""
+    repeatable: bool
+    """Two unplanned steps agree bit for bit; if not, some kernel is not deterministic."""
+    worst: str = ""
+    """The parameter with the largest relative error; empty if identical."""
+    worst_error: float = 0.0
+    """Largest |difference| of any gradient over its largest |value|."""
+    noise_error: float = 0.0
+    """The same between two unplanned steps."""
+    num_gradients: int = 0
+    exact_plan: bool = True
+    """Whether the plan promises identical gradients."""
+
+    @property
+    def holds(self) -> bool:
+        """The promise was kept: identical, or no further off than the step is from itself."""
+        if self.identical or not self.exact_plan:
+            return True
+        return not self.repeatable and self.worst_error <= 2 * self.noise_error
+
+    def __str__(self) -> str:
+        if self.identical:
+            return f"loss and {self.num_gradients} gradients are bit-identical"
+        text = f"largest relative error {self.worst_error:.2e} in {self.worst}"
+        if not self.repeatable:
+            text += f" (two unplanned steps differ by {self.noise_error:.2e} themselves)"
+        return text
+
+
+def verify_step(
+    model: nn.Module,
+    device: torch.device,
+    closure: Closure,
+    planned: Callable[[], AbstractContextManager[Any]],
+    *,
+    exact_plan: bool = True,
+) -> Verdict:
+    """Run one step three times from the same state: unplanned twice, then planned.
+
+    `closure` computes the loss. Parameters, buffers, gradients and random state are left as found.
+    """
+    start = Snapshot(model, device)
+    try:
+        first = _run(model, closure, nullcontext, start)
+        second = _run(model, closure, nullcontext, start)
+        mine = _run(model, closure, planned, start)
+    finally:
+        start.restore()
+    noise, _ = _distance(first, second)
+    error, worst = _distance(first, mine)
+    return Verdict(
+        identical=_identical(first, mine),
+        repeatable=_identical(first, second),
+        worst=worst if error else "",
+        worst_error=error,
+        noise_error=noise,
+        num_gradients=len(first) - 1,
+        exact_plan=exact_plan,
+    )
+
+
+class Snapshot:
+    """Buffers, gradients and random state, to be put back."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.rng = RandomState.take(device)
+        self.buffers = [b.detach().clone() for b in model.buffers()]
+        self.grads = [p.grad for p in model.parameters()]
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        self.rng.put(self.device)
+        with torch.no_grad():
+            for buffer, copy in zip(self.model.buffers(), self.buffers, strict=True):
+                buffer.copy_(copy)
+        for param, grad in zip(self.model.parameters(), self.grads, strict=True):
+            param.grad = grad
+
+
+def _run(
+    model: nn.Module,
+    closure: Closure,
+    around: Callable[[], AbstractContextManager[Any]],
+    start: Snapshot,
+) -> dict[str, Tensor]:
+    start.restore()
+    for param in model.parameters():
+        param.grad = None
+    with around():
+        loss = closure()
+        loss.backward()  # type: ignore[no-untyped-call]
+    found = {"the loss": loss.detach().cpu()}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            found[name] = param.grad.detach().cpu()
+    return found
+
+
+def _identical(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(
+        torch.equal(a, two[name]) or _same_bits(a, two[name]) for name, a in one.items()
+    )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal where torch.equal is not: NaN in the same places."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(
+        torch.nan_to_num(a), torch.nan_to_num(b)
+    ) and torch.equal(a.isnan(), b.isnan())  # fmt: skip
+
+
+def _distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> tuple[float, str]:
+    if one.keys() != two.keys():
+        lost = sorted(one.keys() ^ two.keys())
+        return float("inf"), f"{lost[0]} (gradient on one side only)"
+    worst, name = 0.0, ""
+    for key, a in one.items():
+        top = max(float(a.abs().max()) if a.numel() else 0.0, 1e-30)
+        error = float((a.double() - two[key].double()).abs().max()) / top if a.numel() else 0.0
+        if error > worst:
+            worst, name = error, key
+    return worst, name
