@@ -1,5 +1,6 @@
 """The public functions: fit, estimate, verify, plan, simulate, probe."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,11 @@ def _default_limits(
 
 
 def _cap_device(device: torch.device, limit: int) -> None:
-    """Let the allocator itself refuse more than the budget."""
+    """Let the allocator itself refuse more than the budget, and keep it from breaking up."""
+    settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    if not any(os.environ.get(name) for name in settings):
+        # Growing segments waste least; the user's own settings, if any, hold.
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 

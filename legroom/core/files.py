@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import zlib
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -64,7 +65,7 @@ def _read(path: Path, kind: str) -> bytes:
         return data
     try:
         return gzip.decompress(data)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise RecordError(f"{path} is damaged: {error}") from None
 
 

@@ -59,6 +59,8 @@ class Machine(Record, frozen=True, kw_only=True):
     """Least time of one op, however small."""
     pin_s_per_byte: float = 0.0
     """Cost of making host memory fit for direct copies."""
+    contention: float = 0.0
+    """Share of the compute rate that is lost while a link is busy."""
     cpu_worker_bytes_per_s: float = 0.0
     """Rate of one CPU thread over state bytes (for updates on the host)."""
 
@@ -108,7 +110,8 @@ class Machine(Record, frozen=True, kw_only=True):
 
 def preset_names() -> list[str]:
     """Names of the machines that come with legroom."""
-    return sorted(p.name.removesuffix(".toml") for p in PRESETS.iterdir() if p.name.endswith("toml"))
+    names = (p.name for p in PRESETS.iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
 def find_machine(name: "str | Path | Machine") -> Machine:
@@ -134,5 +137,5 @@ def find_machine(name: "str | Path | Machine") -> Machine:
 def _from_toml(data: bytes, origin: str) -> Machine:
     try:
         return msgspec.toml.decode(data, type=Machine).check()
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordError(f"{origin} is not a whole machine: {error}") from None

@@ -18,8 +18,8 @@ class Meter(ABC):
         """Measure one step."""
 
     @abstractmethod
-    def last(self) -> tuple[float, int]:
-        """Seconds and peak bytes of the last measured step (peak 0 if unknown)."""
+    def last(self) -> tuple[float, dict[str, int]]:
+        """Seconds and peaks of the last measured step; no peaks if they were not taken."""
 
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""
@@ -31,7 +31,8 @@ class CpuMeter(Meter):
 
     def __init__(self) -> None:
         self.peaks = False
-        self._seconds, self._peak = 0.0, 0
+        self._seconds = 0.0
+        self._peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
     def step(self, active: bool = True) -> Iterator[None]:
@@ -42,17 +43,17 @@ class CpuMeter(Meter):
             start = time.perf_counter()
             yield
             self._seconds = time.perf_counter() - start
-        self._peak = reports_peak(reports)
+        self._peaks = {"step": reports_peak(reports)} if counting else {}
 
-    def last(self) -> tuple[float, int]:
-        """Seconds and peak bytes above the entry level."""
-        return self._seconds, self._peak
+    def last(self) -> tuple[float, dict[str, int]]:
+        """Seconds, and the peak above what was there on entry."""
+        return self._seconds, self._peaks
 
 
 class CudaMeter(Meter):
-    """Events at both ends of the step; the allocator's peak of reserved bytes."""
+    """Events at both ends of the step; the allocator's own peaks."""
 
-    SLACK = 0.02
+    SLACK = 0.03
     """Share of the budget left to the allocator's rounding and gaps."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,11 +69,14 @@ class CudaMeter(Meter):
         yield
         self._end.record()
 
-    def last(self) -> tuple[float, int]:
-        """Seconds and peak allocated bytes; waits for the step to end."""
+    def last(self) -> tuple[float, dict[str, int]]:
+        """Seconds, and peaks of allocated and reserved bytes; waits for the step to end."""
         self._end.synchronize()
         seconds = self._begin.elapsed_time(self._end) / 1e3
-        return seconds, torch.cuda.max_memory_allocated(self.device)
+        return seconds, {
+            "device": torch.cuda.max_memory_allocated(self.device),
+            "reserved": torch.cuda.max_memory_reserved(self.device),
+        }
 
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -52,8 +53,14 @@ class Kind:
     recorded: bool = False
     replans: int = 0
     seconds: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)
+    peaks: list[dict[str, int]] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
+
+    @property
+    def static_bytes(self) -> int:
+        """What is on the device before the step begins."""
+        assert self.capture is not None
+        return sum(s.num_bytes for s in self.capture.step.storages if s.birth < 0)
 
 
 class Job:
@@ -208,6 +215,8 @@ class Job:
         if self.runner.script is kind.script:
             return
         lanes = self.tiers.lanes_for(kind.script)
+        if lanes is not None:
+            lanes.timing = True
         self.runner.install(kind.script, lanes, kind.capture.forms)
 
     # -- after a step ------------------------------------------------------------------------
@@ -220,10 +229,20 @@ class Job:
         if self.runner.deviation and not kind.recorded:
             kind.visits = max(kind.visits, 1)
         if kind.recorded:
-            seconds, peak = self.meter.last()
-            kind.seconds.append(seconds)
-            kind.peaks.append(peak)
-            self._watch_budget(peak)
+            self._measure(kind)
+
+    def _measure(self, kind: Kind) -> None:
+        seconds, peaks = self.meter.last()
+        if "step" in peaks:
+            peaks = {"device": peaks["step"] + kind.static_bytes}
+        lanes = self.tiers.lanes
+        if lanes is not None:
+            kind.stalls.append(lanes.stall_s())
+            lanes.reset_stall()
+        kind.seconds.append(seconds)
+        if peaks:
+            kind.peaks.append(peaks)
+            self._watch_budget(peaks.get("reserved", peaks["device"]))
 
     def _use_recording(self, kind: Kind) -> None:
         assert self._recording is not None and kind.capture is not None
@@ -339,12 +358,15 @@ def measured(kind: Kind) -> Outcome | None:
     """What was measured under the plan in force; None before its first step."""
     if not kind.seconds or kind.plan is None:
         return None
-    ordered = sorted(kind.seconds[-25:])
+    peaks = {"device": 0}
+    for row in kind.peaks:
+        peaks |= {name: max(size, peaks.get(name, 0)) for name, size in row.items()}
     return Outcome(
         source="measured",
         policy=kind.plan.policy,
-        peak_bytes={"device": max(kind.peaks)},
-        step_s=ordered[len(ordered) // 2],
+        peak_bytes=peaks,
+        step_s=median(kind.seconds[-25:]),
+        stall_s=median(kind.stalls[-25:]) if kind.stalls else 0.0,
         moved_bytes=dict(kind.plan.predicted.moved_bytes),
     )
 

@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from legroom.machine.spec import Machine
 from legroom.memory.blocks import find_blocks
@@ -54,7 +58,12 @@ def op_forms(recorder: Recorder) -> dict[int, OpForm]:
     """Name and results of each op of the forward."""
     return {
         i: OpForm(
-            op.name, tuple(v for v, _ in op.results), tuple(s for _, s in op.results), op.single
+            name=op.name,
+            results=tuple(view for view, _ in op.results),
+            storages=tuple(s for _, s in op.results),
+            single=op.single,
+            bookkeeping=bool(op.writes)
+            and all(recorder.storages[s].role == "weight" for s in op.writes),
         )
         for i, op in enumerate(recorder.ops)
         if op.phase == Phase.FORWARD
@@ -80,9 +89,9 @@ def capture_fake(
     device = device or fake_device(machine)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         weights = _fake_weights(model, device)
-        inputs = tree_map(lambda x: _fake_like(x, device) if isinstance(x, Tensor) else x, batch)
+        inputs = tree_map(lambda x: fake_input(x, device) if isinstance(x, Tensor) else x, batch)
         with mode, _reparametrize_module(model, weights, tie_weights=True):
-            recorder = Recorder(model, device)
+            recorder = Recorder(model, device, run=run_small_for_real)
             with fake_hooks(recorder), recorder.watch_modules(), recorder:
                 loss = loss_fn(model, inputs)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -116,6 +125,44 @@ def _fake_like(tensor: Tensor, device: torch.device) -> Tensor:
         device="cpu" if stays else device,
     )
     return fake.requires_grad_(tensor.requires_grad)
+
+
+SMALL_INDEX_BYTES = 1 << 20
+
+
+def fake_input(tensor: Tensor, device: torch.device) -> Tensor:
+    """A batch tensor for the capture: small indices and masks keep their values."""
+    if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex():
+        return _fake_like(tensor, device)
+    if tensor.nbytes > SMALL_INDEX_BYTES:
+        return _fake_like(tensor, device)
+    with unset_fake_temporarily():
+        return tensor.detach().to(device, copy=True)
+
+
+def run_small_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on fake tensors, or for real where it makes small indices from real ones.
+
+    Models look at positions and masks to choose their way (is anything padded?); with real
+    values there, the capture takes the way the real step takes.
+    """
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    if random or any(isinstance(x, FakeTensor) for x in tensors):
+        return func(*args, **kwargs)
+    makes_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
+    if makes_tensors and not func._schema.is_mutable:
+        fake = func(*args, **kwargs)
+        results = [x for x in tree_leaves(fake) if isinstance(x, Tensor)]
+        if not all(_is_small_index(x) for x in results):
+            return fake
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+def _is_small_index(tensor: Tensor) -> bool:
+    exact = not tensor.is_floating_point() and not tensor.is_complex() and not tensor.is_meta
+    return exact and tensor.numel() * tensor.itemsize <= SMALL_INDEX_BYTES
 
 
 @dataclass

@@ -6,7 +6,7 @@ on real ones, where a timer takes the time of each op.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -98,10 +98,17 @@ class Timer(Protocol):
 class Recorder(TorchDispatchMode):
     """Log of one step; see `profile.build_step` for what is made of it."""
 
-    def __init__(self, model: nn.Module, device: torch.device, timer: Timer | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        timer: Timer | None = None,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
         super().__init__()
         self.device = device
         self.timer = timer
+        self.run = run or _call
         self.ops: list[RawOp] = []
         self.storages: list[RawStorage] = []
         self.saved: list[RawSaved] = []
@@ -177,14 +184,16 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or is_silent(func):
+        if self.paused:
             return func(*args, **kwargs)
+        if is_silent(func):
+            return self.run(func, args, kwargs)
         reads = self._known((args, kwargs), birth=-1)
         self.running = True
         if self.timer is not None:
             self.timer.start()
         try:
-            out = func(*args, **kwargs)
+            out = self.run(func, args, kwargs)
         finally:
             self.running = False
             if self.timer is not None:
@@ -288,6 +297,10 @@ class Recorder(TorchDispatchMode):
         if self._stack and self._stack[-1].module is module and not self.paused:
             raw = self._stack.pop()
             raw.last_op, raw.last_saved = len(self.ops) - 1, len(self.saved) - 1
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def in_backward() -> bool:

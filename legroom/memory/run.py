@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class Runner:
         self._calls[path] = call + 1
         self._block = self.script.block_at.get((path, call), -2)
         variant = self.script.variants.get(self._block)
-        if variant is None or self._block in self._barred:
+        if variant is None:
             self._frame = None
             return
         rows, cache = again.autocast_state()
@@ -136,7 +136,7 @@ class Runner:
             rng=RandomState.take(self.device) if draws else None,
             autocast=rows,
             cache=cache,
-            missing={},
+            dropped=[],
             wants=frozenset(sources(self.script.step, self._block, variant)),
             sources={},
         )
@@ -223,7 +223,7 @@ class Runner:
             if script.dropped[row.storage] != self._frame.block:
                 return None
             entry.state, entry.frame = State.DROPPED, self._frame
-            self._frame.missing[row.storage] = entry
+            self._frame.dropped.append(weakref.ref(entry))
         elif row.storage in script.moves:
             entry.flat = flat_bytes(tensor)
             move = script.moves[row.storage]
@@ -267,8 +267,7 @@ class Runner:
 
     def _bring(self, entry: Entry) -> None:
         if entry.state is State.DROPPED:
-            assert entry.frame is not None
-            self._replay(entry.frame)
+            self._replay(entry)
         elif entry.state is State.SMALL:
             assert entry.packed is not None
             with self._quiet():
@@ -290,7 +289,6 @@ class Runner:
             entry.flat, entry.state = None, State.AWAY
         elif entry.frame is not None:
             entry.flat, entry.state = None, State.DROPPED
-            entry.frame.missing[entry.storage] = entry
         elif entry.packed is not None:
             entry.flat, entry.state = None, State.SMALL
 
@@ -367,38 +365,45 @@ class Runner:
 
     # -- replay ------------------------------------------------------------------------------
 
-    def _replay(self, frame: Frame) -> None:
-        """Bring back all that a block call dropped and that is still missing."""
-        wanted = dict(frame.missing)
-        if not wanted:
-            raise StepError(f"{frame.name}: a dropped tensor is asked for that no replay restores")
+    def _replay(self, asked: Entry) -> None:
+        """Bring back a dropped storage, and all else its block call dropped and still owes."""
+        frame = asked.frame
+        assert frame is not None
+        live = [entry for entry in (link() for link in frame.dropped) if entry is not None]
+        missing = {e.storage: e for e in live if e.state is State.DROPPED and e.waiting > 0}
+        missing[asked.storage] = asked
         self._replaying = True
         try:
             with self._quiet():
-                self._run_again(frame, self._mode(frame))
+                self._run_again(frame, missing)
         finally:
             self._replaying = False
             self._release_sources(frame)
-        if frame.missing:
+        if missing:
             raise StepError(
                 f"running {frame.name} again did not save the same tensors as the first time; "
                 "its forward may depend on something that changed. Keep it out of the plan by "
                 "naming the blocks to use (blocks=...), and please report the model."
             )
 
-    def _run_again(self, frame: Frame, mode: "again.SelectiveMode | None") -> None:
+    def _run_again(self, frame: Frame, missing: dict[int, Entry]) -> None:
+        mode, wanted = self._mode(frame), dict(missing)
         try:
-            again.replay(frame, self.device, self._open_arg, self._catcher(frame), mode)
+            catch = self._catcher(frame, missing, mode)
+            again.replay(frame, self.device, self._open_arg, catch, mode)
         except again.Diverged:
             self._barred.add(frame.block)
-            for entry in frame.missing.values():
+            for entry in wanted.values():
                 entry.flat, entry.state = None, State.DROPPED
-            again.replay(frame, self.device, self._open_arg, self._catcher(frame), None)
+            missing.update(wanted)
+            catch = self._catcher(frame, missing, None)
+            again.replay(frame, self.device, self._open_arg, catch, None)
 
-    def _catcher(self, frame: Frame) -> Any:
+    def _catcher(
+        self, frame: Frame, missing: dict[int, Entry], mode: "again.SelectiveMode | None"
+    ) -> Callable[[Tensor], None]:
         assert self.script is not None
         rows, count = self.script.rows[frame.block], 0
-        missing = frame.missing
 
         def catch(tensor: Tensor) -> None:
             nonlocal count
@@ -411,7 +416,8 @@ class Runner:
                 return
             if tensor.untyped_storage().nbytes() != row.num_bytes:
                 raise StepError(f"running {frame.name} again saved a tensor of another size")
-            entry.flat, entry.state = flat_bytes(tensor.detach()), State.HERE
+            with mode.off() if mode is not None else contextlib.nullcontext():
+                entry.flat, entry.state = flat_bytes(tensor.detach()), State.HERE
             self._note_back(entry)
             del missing[row.storage]
             if not missing:

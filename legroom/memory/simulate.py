@@ -196,7 +196,7 @@ class Play:
             x.name: Road(x.name, x.bytes_per_s, x.latency_s, x.root) for x in machine.links
         }
         self.traffic = Traffic(self.roads, machine.duplex)
-        self.now_s = 0.0
+        self.now_s: float = 0.0
         self.stalls: dict[int, float] = {}
         self.spans: list[tuple[str, float, float, int]] = []
         """(what, start, end, index) of stalls and replays, for the timeline."""
@@ -215,7 +215,13 @@ class Play:
             self._fire(event)
             self.position_s.append((at, self.now_s))
         self.now_s += until[-1] - until[at]
-        return self.now_s
+        return float(self.now_s) + self.contended_s
+
+    @property
+    def contended_s(self) -> float:
+        """Time the device loses because copies share its memory or its cores."""
+        busy = sum(road.served_bytes / road.rate for road in self.roads.values())
+        return self.sim.machine.contention * busy
 
     def _events(self) -> list[Event]:
         events = [Event(r.position, REPLAY, i) for i, r in enumerate(self.replays)]

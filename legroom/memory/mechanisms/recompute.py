@@ -7,6 +7,7 @@ hand them out, those nobody needs give memory without values.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ class OpForm:
     storages: tuple[int, ...]
     """The storage of each result, -1 for none."""
     single: bool
+    bookkeeping: bool
+    """It only changes buffers, which a replay leaves alone."""
 
 
 @dataclass
@@ -54,8 +57,8 @@ class Frame:
     rng: "RandomState | None"
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
-    missing: dict[int, Entry]
-    """Dropped storages not yet back, by number."""
+    dropped: "list[weakref.ref[Entry]]"
+    """What it dropped; weak, for each entry holds its frame (see [Note: ownership])."""
     wants: frozenset[int]
     """Kept storages that a selective replay hands out."""
     sources: dict[int, Kept | Handle]
@@ -158,22 +161,39 @@ class SelectiveMode(TorchDispatchMode):
         super().__init__()
         self.forms, self.runs, self.kept = forms, runs, kept
         self.next = 0
+        self._off = False
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Let ops of the runtime itself pass by."""
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_silent(func):
+        if self._off or is_silent(func):
             return func(*args, **kwargs)
-        index, self.next = self.next, self.next + 1
-        form = self.forms[index] if index < len(self.forms) else None
-        if form is None or form.name != str(func).removesuffix(".default"):
-            raise Diverged(f"op {index} is {func}, traced {form.name if form else 'nothing'}")
+        index, form = self._find(str(func).removesuffix(".default"))
         if index in self.runs:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             return _written(func, args, kwargs)
         return self._stand_in(form, args)
+
+    def _find(self, name: str) -> tuple[int, OpForm]:
+        """The traced op this one is; bookkeeping that is left out now is passed over."""
+        while self.next < len(self.forms):
+            index, self.next = self.next, self.next + 1
+            if self.forms[index].name == name:
+                return index, self.forms[index]
+            if not self.forms[index].bookkeeping:
+                raise Diverged(f"{name} where {self.forms[index].name} was traced")
+        raise Diverged(f"{name} after the last traced op")
 
     def _stand_in(self, form: OpForm, args: Any) -> Any:
         device = next((a.device for a in args if isinstance(a, Tensor)), None)

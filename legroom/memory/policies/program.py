@@ -14,8 +14,8 @@ SLOTS = 96
 """About how many slots of time the step is cut into."""
 TIME_LIMIT_S = 3.0
 GAP = 0.004
-MOVE_PRICE = 0.03
-"""Copies share the device's memory: a second on the link costs about this much compute."""
+MOVE_PRICE = 0.01
+"""Seconds a second on the link is worth at least: of two plans alike, take the one that moves less."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Program:
         for tier in self.problem.tiers():
             for s in storages:
                 seconds = self.step.storages[s].num_bytes / self._rate(tier)
-                self.moves[s, tier] = self._column(MOVE_PRICE * seconds, 1.0)
+                price = max(MOVE_PRICE, 2 * self.sim.machine.contention)
+                self.moves[s, tier] = self._column(price * seconds, 1.0)
 
     def _column_links(self) -> None:
         count = len(self.edges) - 1

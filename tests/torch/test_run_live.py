@@ -1,0 +1,389 @@
+"""A live job goes through all that training scripts do, and the results are those without it."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from legroom.core.errors import LegroomError
+from tests.torch.nets import WIDTH, ConvNorm, Each, Mlp, images, rows, stack
+from tests.torch.support import LIVE, Start, fitted, live_check, weigh
+
+EACH = pytest.mark.parametrize("policy", LIVE)
+Train = Callable[[nn.Module, torch.optim.Optimizer, Callable[[], Any]], None]
+
+
+def same_training(
+    policy: str, train: Train, make: Callable[[], nn.Module] = lambda: stack(Mlp), **given: Any
+) -> None:
+    """Run a training loop with and without a job; parameters and buffers end bit-identical."""
+    ends = []
+    for planned in (False, True):
+        model = make()
+        optimizer = given.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.01)
+        torch.manual_seed(5)
+        with fitted(model, policy, optimizer=optimizer) as job:
+            train(model, optimizer, job.step if planned else _nothing)
+        ends.append({**model.state_dict(), "rng": torch.get_rng_state()})
+    for name, value in ends[0].items():
+        assert torch.equal(ends[1][name], value), f"{name} differs after training"
+
+
+class _nothing:  # noqa: N801
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@EACH
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("zero", ["start", "end", "keep memory"])
+def test_plain_training(policy: str, make: Any, zero: str) -> None:
+    """zero_grad first or last, gradients set to None or to zero, clipping, two optimizers."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        for i in range(5):
+            with step():
+                if zero == "start":
+                    optimizer.zero_grad()
+                loss = weigh(model(rows(seed=i))) * 1e-3
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if zero != "start":
+                    optimizer.zero_grad(set_to_none=zero == "end")
+
+    same_training(policy, train, optimizer=make)
+
+
+@EACH
+def test_steps_of_other_shapes(policy: str) -> None:
+    """Every shape gets its plan; a last batch that is shorter is neither wrong nor an error."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        for i, count in enumerate([32, 32, 7, 32, 32, 7, 64, 7, 64, 1, 64, 32]):
+            with step():
+                (weigh(model(rows(count=count, seed=i))) * 1e-3).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    same_training(policy, train)
+
+
+@EACH
+def test_gradient_accumulation(policy: str) -> None:
+    """Steps without an update, gradients already there; and several forwards within one step."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        for i in range(8):
+            with step():
+                (weigh(model(rows(seed=i))) * 1e-3).backward()
+                if i % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for i in range(5):
+            with step():
+                for k in range(3):
+                    (weigh(model(rows(seed=9 * i + k))) * 1e-3).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for i in range(5):
+            with step():
+                total = sum(weigh(model(rows(seed=9 * i + k))) * 1e-3 for k in range(3))
+                total.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    same_training(policy, train)
+
+
+@EACH
+def test_autocast_with_a_gradient_scaler(policy: str) -> None:
+    """bf16 on the CPU: casts in a replay are those of the first run."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for i in range(5):
+            with step():
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = weigh(model(rows(seed=i)).float()) * 1e-3
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+    same_training(policy, train)
+
+
+@EACH
+def test_evaluation_between_steps_and_no_grad_within(policy: str) -> None:
+    """Forwards in eval mode or without gradients, inside and outside of steps."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        for i in range(6):
+            x = images(seed=i)
+            with step():
+                if i % 2:
+                    with torch.no_grad():
+                        target = model(x)
+                    loss = (model(x) * target).mean()
+                else:
+                    loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model(x).sum().backward()
+            optimizer.zero_grad()
+            model.train()
+
+    same_training(policy, train, lambda: stack(ConvNorm))
+
+
+@EACH
+def test_parameters_frozen_on_the_way(policy: str) -> None:
+    """The same shapes save other tensors once some parameters are frozen."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        for i in range(9):
+            model[0].requires_grad_(i % 3 != 1)  # type: ignore[index]
+            model[2].up.requires_grad_(i < 5)  # type: ignore[index]
+            with step():
+                (weigh(model(rows(seed=i))) * 1e-3).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    same_training(policy, train)
+
+
+@EACH
+def test_two_jobs_on_two_models(policy: str) -> None:
+    """A generator and a critic, each fitted, in turns and within each other's step."""
+
+    def run(planned: bool) -> list[Tensor]:
+        one, two = stack(Mlp), stack(ConvNorm)
+        torch.manual_seed(3)
+        with fitted(one, policy) as a, fitted(two, policy) as b:
+            for i in range(5):
+                with a.step() if planned else _nothing(), b.step() if planned else _nothing():
+                    y = weigh(one(rows(seed=i)))
+                    (weigh(two(images(seed=i))) * y * 1e-6).backward()
+        return [p.grad for m in (one, two) for p in m.parameters() if p.grad is not None]
+
+    assert all(torch.equal(x, y) for x, y in zip(run(True), run(False), strict=True))
+
+
+@EACH
+@pytest.mark.parametrize("foreign", ["parameter", "tensor"])
+def test_a_fitted_model_inside_a_larger_one(policy: str, foreign: str) -> None:
+    """Layers before and after the fitted part; a parameter of theirs may go into its blocks."""
+
+    class Block(Mlp):
+        def forward(self, x: Tensor, prompt: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * prompt) * prompt
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = stack(Block)
+
+        def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, prompt)
+            return x
+
+    torch.manual_seed(0)
+    before, inner, after = nn.Linear(WIDTH, WIDTH), Inner(), nn.Linear(WIDTH, WIDTH)
+    prompt = nn.Parameter(torch.randn(32, WIDTH))
+    everything = nn.ModuleList([before, inner, after, nn.ParameterList([prompt])])
+
+    def closure() -> Tensor:
+        given = prompt if foreign == "parameter" else prompt * 1.0
+        return weigh(after(F.gelu(inner(before(rows()), given))))
+
+    start = Start(everything)
+    start.restore()
+    closure().backward()
+    plain = [p.grad.clone() for p in everything.parameters()]  # type: ignore[union-attr]
+    with fitted(inner, policy) as job:
+        for _ in range(4):
+            start.restore()
+            with job.step():
+                closure().backward()
+            mine = [p.grad.clone() for p in everything.parameters()]  # type: ignore[union-attr]
+            assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+
+
+@EACH
+@pytest.mark.parametrize("when", [0, 1, 2])
+@pytest.mark.parametrize("next_rows", [32, 16])
+def test_a_step_that_raises_in_a_job(policy: str, when: int, next_rows: int) -> None:
+    """The steps after it are right, also when it was the recorded one and another shape follows."""
+    model = stack(lambda: Mlp(p=0.0))
+    plain = {}
+    for count in (32, 16):
+        model.zero_grad()
+        weigh(model(rows(count=count))).backward()
+        plain[count] = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    with fitted(model, policy) as job:
+        for i, count in enumerate([32] * when + [0] + [next_rows, 32, 16, 32, 16, 32]):
+            model.zero_grad()
+            if not count:
+                with pytest.raises(ZeroDivisionError), job.step():
+                    weigh(model(rows())) / (1 // 0)
+                continue
+            with job.step():
+                weigh(model(rows(count=count))).backward()
+            mine = [p.grad for p in model.parameters()]
+            assert all(
+                torch.equal(a, b)  # type: ignore[arg-type]
+                for a, b in zip(mine, plain[count], strict=True)
+            ), f"step {i} is wrong"
+            lost = job.runner.deviation if i > 4 + when else ""
+            assert not lost, f"step {i} did not follow its plan: {lost}"
+
+
+@EACH
+def test_hooks_of_the_users_own(policy: str) -> None:
+    """Hooks on modules and tensors run as often, and see the same, as without a job."""
+
+    def run(planned: bool) -> tuple[list[Tensor], list[Tensor]]:
+        model, seen = stack(lambda: Mlp(p=0.0)), []
+
+        def note(_: nn.Module, __: Any, out: Tensor) -> None:
+            seen.append(out.detach())
+            out.register_hook(lambda g: seen.append(g.detach()))
+
+        for block in model:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+            block.register_forward_hook(note)
+            block.up.register_forward_hook(note)
+            block.register_full_backward_hook(lambda *a: seen.append(torch.zeros(1)))
+        with fitted(model, policy) as job:
+            for i in range(4):
+                x = rows(seed=i).requires_grad_()
+                with job.step() if planned else _nothing():
+                    weigh(model(x)).backward()
+        return seen, [p.grad for p in model.parameters() if p.grad is not None]
+
+    (seen, mine), (expected, plain) = run(True), run(False)
+    assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+    assert len(seen) == len(expected)
+    assert all(type(a) is Tensor and torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+
+
+@EACH
+def test_hooks_that_come_after_the_job(policy: str) -> None:
+    """A hook that changes a block's input, set once the job runs, is part of the replay."""
+    model = stack(lambda: Mlp(p=0.0))
+    with fitted(model, policy) as job:
+        for _ in range(3):
+            model.zero_grad()
+            with job.step():
+                weigh(model(rows())).backward()
+        for block in model:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 3.0 + 1,))
+        model.zero_grad()
+        with job.step():
+            weigh(model(rows())).backward()
+    mine = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    weigh(model(rows())).backward()
+    plain = [p.grad for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))  # type: ignore[arg-type]
+
+
+@EACH
+def test_copies_and_files_of_a_fitted_model(policy: str) -> None:
+    """deepcopy (for an average of the weights), state_dict and torch.save work; copies are free."""
+    model = stack(Mlp)
+    names = list(model.state_dict())
+    with fitted(model, policy) as job:
+        for _ in range(3):
+            with job.step():
+                weigh(model(rows())).backward()
+        assert list(model.state_dict()) == names
+        torch.save(model.state_dict(), io.BytesIO())
+        twin = copy.deepcopy(model)
+    start = Start(model)
+    start.restore()
+    weigh(model(rows())).backward()
+    Start(twin).restore()
+    weigh(twin(rows())).backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+# -- models that look at values, or keep things --------------------------------------------------
+
+
+class Lazy(nn.Module):
+    """Makes a table at its first call and keeps it as a plain attribute, as many do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or self.table.shape[0] < x.shape[0]:
+            self.table = torch.sin(torch.arange(x.shape[0] * WIDTH).float()).view(-1, WIDTH)
+        return F.gelu(self.lin(x) * self.table[: x.shape[0]])
+
+
+@EACH
+def test_tables_made_at_the_first_call(policy: str) -> None:
+    """What a model keeps from its first call is real, not left over from a capture."""
+    model = stack(Lazy)
+    with fitted(model, policy) as job:
+        for _ in range(3):
+            with job.step():
+                weigh(model(rows())).backward()
+    for block in model:
+        assert type(block.table) is Tensor
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["item", "branch", "nonzero"])
+def test_a_model_that_looks_at_values(policy: str, kind: str) -> None:
+    """Control flow by data: the step runs as it would, or is refused in words; no crash."""
+
+    def fn(self: Each, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if kind == "item":
+            h = h / max(h.detach().abs().max().item(), 1e-3)
+        elif kind == "branch":
+            h = h * 2 if bool(h.detach().sum() > 0) else h
+        else:
+            h = h.index_fill(0, h.detach().sum(1).gt(0).nonzero().flatten(), 0.5)
+        return self.down(F.gelu(h))
+
+    model = stack(lambda: Each(fn))
+    try:
+        live_check(model, policy, lambda: weigh(model(rows())))
+    except LegroomError as error:
+        assert "fake" not in str(error).lower()
+
+
+@EACH
+def test_an_op_that_fails_and_is_caught(policy: str) -> None:
+    """A model that tries one way and falls back to another is recorded all the same."""
+
+    def fn(self: Each, x: Tensor) -> Tensor:
+        try:
+            h = torch.mm(self.up(x), x)
+        except RuntimeError:
+            h = self.up(x) * x
+        return self.down(F.gelu(h))
+
+    model = stack(lambda: Each(fn))
+    live_check(model, policy, lambda: weigh(model(rows())))
