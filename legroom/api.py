@@ -157,7 +157,8 @@ def _cap_device(device: torch.device, limit: int) -> None:
     settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     if not any(os.environ.get(name) for name in settings):
         # Growing segments waste least; the user's own settings, if any, hold.
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 

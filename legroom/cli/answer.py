@@ -101,12 +101,10 @@ def in_fields(error: Exception) -> dict[str, Any]:
 
 
 def to_json(document: Any) -> str:
-    """A document as indented JSON; paths are texts."""
+    """A document as indented JSON; paths are texts, numpy's numbers are numbers."""
 
-    def plain(value: Any) -> str:
-        if isinstance(value, Path):
-            return str(value)
-        raise TypeError(f"{type(value).__name__} is not JSON")
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value.item()
 
     return msgspec.json.format(msgspec.json.encode(document, enc_hook=plain), indent=2).decode()
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from legroom.core.errors import StepError
+from legroom.core.errors import BudgetError, StepError
 from legroom.core.outcome import Comparison, Outcome, Timeline
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
@@ -29,6 +29,7 @@ from legroom.memory.profile import Capture, capture_fake, capture_real
 from legroom.memory.recorder import Recorder
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
+from legroom.memory.trace import Step
 from legroom.memory.signature import signature_of
 from legroom.memory.simulate import Simulator
 from legroom.memory.tiers import Tiers
@@ -36,6 +37,8 @@ from legroom.memory.timeline import predicted_timeline
 from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.verify import Snapshot, Verdict, verify_step
 
+SAFE = 0.88
+"""Share of the budget that the first, unmeasured plan of a signature may use."""
 SETTLED = 3
 """Measured steps before a plan is judged."""
 MAX_REPLANS = 3
@@ -185,7 +188,21 @@ class Job:
             )
         finally:
             self._busy = False
-        self._plan(kind)
+        kind.plan = self._safe_plan(kind.capture.step)
+        kind.script = Script(kind.capture.step, kind.plan)
+
+    def _safe_plan(self, step: Step) -> Plan:
+        """A plan for steps not yet measured: with room for what fake tensors do not show.
+
+        Those are scratch memory, and a loss computed outside the model.
+        """
+        budget = self.planning_budget()
+        tight = {**budget, "device": int(budget["device"] * SAFE)}
+        names = ("keep_all", "recompute_all", self.policy) if self.policy == "auto" else ()
+        for name in names:
+            with contextlib.suppress(BudgetError):
+                return make_plan(step, self.machine, tight, name, lossy=self.lossy)
+        return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
 
     def _state_rule(self) -> str:
         if self.optimizer is None:

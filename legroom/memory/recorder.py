@@ -40,8 +40,8 @@ class RawOp:
     workspace_bytes: int = 0
     unpacked: int = -1
     """The saved row last asked for before it, in backward."""
-    results: tuple[tuple[ViewOf | None, int], ...] = ()
-    """Form and storage of each result, for ops of the forward."""
+    results: tuple[tuple[Any, int], ...] = ()
+    """Form and storage of each result: a ViewOf, or the plain value itself with storage -1."""
     single: bool = True
 
 
@@ -224,10 +224,11 @@ class Recorder(TorchDispatchMode):
             single=not many,
         )
 
-    def _result(self, value: Any) -> tuple[ViewOf | None, int]:
-        if not isinstance(value, Tensor) or not has_storage(value):
-            return None, -1
-        return ViewOf.of(value), self.sid(value, len(self.ops)) if self._here(value) else -1
+    def _result(self, value: Any) -> tuple[Any, int]:
+        if not isinstance(value, Tensor):
+            return value, -1
+        sid = self.sid(value, len(self.ops)) if self._here(value) else -1
+        return (ViewOf.of(value) if has_storage(value) else None), sid
 
     def _mutated(self, func: Any, args: Any, kwargs: Any) -> list[int]:
         """Storages the op changes in place, by its schema."""

@@ -68,6 +68,7 @@ class Simulator:
                 self.births[s.birth] += s.num_bytes
         self.scratch = np.array([*(op.workspace_bytes for op in step.ops), 0], dtype=np.int64)
         self.until = np.concatenate(([0.0], np.cumsum([op.time_s for op in step.ops])))
+        self.until_s: list[float] = self.until.tolist()
         self.routes = {t.name: machine.route(t.name) for t in machine.tiers if t.name != "device"}
         self._replay_cache: dict[tuple[int, str], Replay] = {}
 
@@ -207,7 +208,7 @@ class Play:
 
     def run(self) -> float:
         """Play all events; return when the last op ends."""
-        until, at = self.sim.until, 0
+        until, at = self.sim.until_s, 0
         for event in sorted(self._events()):
             place = min(event.position, len(until) - 1)
             self.now_s += until[place] - until[at]
@@ -215,7 +216,7 @@ class Play:
             self._fire(event)
             self.position_s.append((at, self.now_s))
         self.now_s += until[-1] - until[at]
-        return float(self.now_s) + self.contended_s
+        return self.now_s + self.contended_s
 
     @property
     def contended_s(self) -> float:

@@ -16,8 +16,17 @@ import torch
 from legroom.memory.recorder import RawOp
 
 
+SLEEP_CYCLES = 120_000_000
+"""About 60 ms: longer than the host needs to enqueue a batch of recorded ops."""
+BATCH_OPS = 64
+
+
 class CudaTimer:
-    """Events around each op; scratch from the allocator's own peak."""
+    """Events around each op; scratch from the allocator's own peak.
+
+    The device is put to sleep before each batch of ops, so that they are all enqueued when it
+    wakes and run back to back: else a short op would be charged for the host's own pace.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -26,6 +35,8 @@ class CudaTimer:
 
     def start(self) -> None:
         """An op is about to run."""
+        if len(self._events) % BATCH_OPS == 0:
+            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(self.device)
         begin = torch.cuda.Event(enable_timing=True)
         self._events.append((begin, torch.cuda.Event(enable_timing=True)))

@@ -91,12 +91,10 @@ class RandomConv(nn.Module):
                 x = F.relu(x + 0.1, inplace=True)
             elif kind == "pool":
                 x = F.interpolate(F.max_pool2d(x, 2), scale_factor=2)
+            elif kind == "residual":
+                x = x + start
             else:
-                x = {
-                    "gelu": F.gelu(x),
-                    "dropout": F.dropout2d(x, 0.2),
-                    "residual": x + start,
-                }[kind]
+                x = F.gelu(x) if kind == "gelu" else F.dropout2d(x, 0.2)
         return x
 
 

@@ -37,7 +37,8 @@ class OpForm:
     """What an op looked like when traced: its name, and the form of each result."""
 
     name: str
-    results: tuple[ViewOf | None, ...]
+    results: tuple[Any, ...]
+    """A ViewOf for each tensor, plain values as they were."""
     storages: tuple[int, ...]
     """The storage of each result, -1 for none."""
     single: bool
@@ -202,9 +203,9 @@ class SelectiveMode(TorchDispatchMode):
         ]
         return results[0] if form.single else tuple(results)
 
-    def _result(self, view: ViewOf | None, storage: int, device: Any) -> Tensor | None:
-        if view is None:
-            return None
+    def _result(self, view: Any, storage: int, device: Any) -> Any:
+        if not isinstance(view, ViewOf):
+            return view
         flat = self.kept(storage)
         if flat is not None:
             return view.on(flat)

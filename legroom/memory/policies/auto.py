@@ -110,7 +110,10 @@ def _least(problem: Problem, program: Program) -> Choice:
     candidates.append([])
     peaks = [problem.simulator.shape(c).peak for c in candidates]
     best = candidates[int(np.argmin(peaks))]
-    return Choice(best, "the smallest peak found; " + _describe(best))
+    if min(peaks) > problem.limit:
+        return Choice(best, "the smallest peak found; " + _describe(best))
+    best = polish(problem, best)
+    return Choice(best, _describe(best))
 
 
 def _describe(actions: Sequence[Action]) -> str:

@@ -1,0 +1,68 @@
+"""Live jobs on CUDA: gradients equal, the cap holds, the peak is the predicted one."""
+
+import pytest
+import torch
+
+import legroom
+from legroom.examples import EXAMPLES
+from legroom.memory.simulate import Simulator
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+JOBS = {
+    "transformer": {"batch": 64},
+    "convnet": {"batch": 64},
+    "llama-tiny": {"batch": 32, "sequence": 256},
+}
+
+
+def budget_for(name: str, share: float) -> tuple[object, torch.optim.Optimizer, int]:
+    """An example on the GPU, and a budget of that share of its activations."""
+    example = EXAMPLES[name](device="cuda", **JOBS[name])
+    machine = legroom.find_machine("h200")
+    step = legroom.trace(
+        example.model, example.make_batch(0), machine=machine, loss_fn=example.loss_fn
+    )
+    static = sum(s.num_bytes for s in step.storages if s.birth < 0)
+    peak = Simulator(step, machine).shape([]).peak
+    optimizer = torch.optim.AdamW(example.model.parameters(), fused=True)
+    return example, optimizer, int(static + share * (peak - static)) + (64 << 20)
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_a_planned_step_gives_the_same_gradients(name: str, share: float) -> None:
+    """Loss and all gradients are bit-identical to the unplanned step's."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        example, optimizer, budget = budget_for(name, share)
+        torch.cuda.empty_cache()
+        with legroom.fit(example.model, optimizer, budget=budget) as job:
+            batch = example.make_batch(0)
+            torch.cuda.set_per_process_memory_fraction(1.0)  # the unplanned step needs the room
+            verdict = job.verify(lambda: example.loss_fn(example.model, batch))
+        assert job.current.plan.actions
+        assert verdict.holds, str(verdict)
+        assert verdict.identical or not verdict.repeatable, str(verdict)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_budget_holds_and_the_peak_is_as_predicted(name: str) -> None:
+    """Reserved bytes stay within the budget; allocated ones are what was predicted."""
+    example, optimizer, budget = budget_for(name, 0.5)
+    torch.cuda.empty_cache()
+    with legroom.fit(example.model, optimizer, budget=budget) as job:
+        for seed in range(6):
+            with job.step():
+                example.loss_fn(example.model, example.make_batch(seed)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        both = job.comparison()
+        assert both.measured.peak_bytes["reserved"] <= budget
+        assert abs(both.peak_error) < 0.03, (both.predicted.peak_bytes, both.measured.peak_bytes)
+    torch.cuda.set_per_process_memory_fraction(1.0)
