@@ -9,7 +9,7 @@ import numpy as np
 
 from legroom.memory.actions import Action, Move, Recompute
 from legroom.memory.plan import Held, first_need, held_inputs
-from legroom.memory.simulate import Simulator
+from legroom.memory.simulate import Levels, Replay, Simulator
 
 EARLY = 1.15
 """Prefetches are given this much more time than the link needs: late costs more than early."""
@@ -39,7 +39,8 @@ class _Clock:
         self.ticks = simulator.step.ticks
         extra = np.zeros(len(simulator.until))
         for replay in simulator.replays(recomputes):
-            extra[replay.position :] += replay.variant.replay_s
+            # What a replay needs must be there when it begins, not when it ends.
+            extra[replay.position + 1 :] += replay.variant.replay_s
         self.times = simulator.until + extra
         self.tick_times = [float(self.times[p]) for p in self.ticks]
 
@@ -125,7 +126,7 @@ def tighten(
         shape = simulator.shape([*others, *moves])
         if shape.peak <= limit:
             break
-        at = peak_position(shape.during, shape.replays, limit)
+        at = peak_position(shape.during, shape.replays)
         spot = _shiftable(simulator, moves, at)
         if spot is None:
             break
@@ -133,16 +134,12 @@ def tighten(
     return moves
 
 
-def peak_position(
-    during: "np.typing.NDArray[np.int64]",
-    replays: "Sequence[tuple[object, int]]",
-    limit: int,
-) -> int:
-    """Where the limit is broken most."""
+def peak_position(during: Levels, replays: Sequence[tuple[Replay, int]]) -> int:
+    """Where the device is fullest."""
     at, most = int(during.argmax()), int(during.max(initial=0))
     for replay, peak in replays:
         if peak > most:
-            at, most = int(getattr(replay, "position")), peak  # noqa: B009
+            at, most = replay.position, peak
     return at
 
 

@@ -5,7 +5,6 @@ clock gives the time, and the profiler's memory reports, which carry the same cl
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from legroom.core.quiet import silenced
 from legroom.memory.recorder import RawOp
 
 
@@ -99,12 +99,12 @@ def memory_reports(into: list[tuple[int, int]]) -> Iterator[None]:
     """Collect (time in ns, bytes taken or given back) of torch's CPU allocator."""
     cpu = torch.profiler.ProfilerActivity.CPU
     profile = torch.profiler.profile(activities=[cpu], profile_memory=True)
-    with _silent():
+    with silenced(2):
         profile.start()
     try:
         yield
     finally:
-        with _silent():
+        with silenced(2):
             profile.stop()
         results: Any = profile.profiler
         for event in results.kineto_results.events():
@@ -117,16 +117,3 @@ def reports_peak(reports: list[tuple[int, int]]) -> int:
     """Most bytes taken at once, above what was there when the reports began."""
     levels = np.cumsum([n for _, n in reports], dtype=np.int64)
     return max(int(levels.max(initial=0)), 0)
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep the profiler's notes to itself off the terminal."""
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)

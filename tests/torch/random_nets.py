@@ -107,7 +107,5 @@ def random_net(seed: int, size: int = 1) -> tuple[nn.Module, Tensor]:
     blocks = [make(draw.choice(seeds)) for _ in range(draw.randint(2, 5))]
     generator = torch.Generator().manual_seed(seed)
     if make is RandomConv:
-        return nn.Sequential(*blocks), torch.randn(
-            4 * size, CHANNELS, 16, 16, generator=generator
-        )
+        return nn.Sequential(*blocks), torch.randn(4 * size, CHANNELS, 16, 16, generator=generator)
     return nn.Sequential(*blocks), torch.randn(64 * size, WIDTH, generator=generator)

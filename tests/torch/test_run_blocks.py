@@ -9,9 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from legroom.memory.profile import Capture
+from legroom.memory.trace import FULL
 from tests.torch.nets import Attention, ConvNorm, Each, Mlp, images, rows, stack, texts
-from tests.torch.support import LIVE, PLANS, Rig, full, live_check, weigh
+from tests.torch.support import (
+    LIVE,
+    PLANS,
+    Rig,
+    assert_same,
+    full,
+    live_check,
+    selective,
+    weigh,
+)
 
 EVERY = pytest.mark.parametrize("plan", PLANS)
 
@@ -196,7 +205,6 @@ def test_views_transposes_and_slices(plan: str) -> None:
 
 @EVERY
 @pytest.mark.parametrize("kind", ["conj", "imag"])
-@pytest.mark.xfail(strict=False, reason="")
 def test_conjugated_views(plan: str, kind: str) -> None:
     """A saved lazy conjugate comes back conjugated; a negated view comes back negated."""
 
@@ -204,7 +212,7 @@ def test_conjugated_views(plan: str, kind: str) -> None:
         z = torch.complex(self.up(x), self.down(x)) * 1.5
         if kind == "conj":
             return (z.conj() * torch.complex(x, x + 1)).abs() + (z.conj() * z.conj()).real
-        return (z.conj().imag * z.real) + z.conj().imag.exp()
+        return torch.tanh(z.conj().imag * z.real) + torch.sigmoid(z.conj().imag)
 
     check(stack(lambda: Each(fn)), rows(), plan)
 
@@ -219,7 +227,8 @@ def test_a_recurrent_block(plan: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.lstm(x)[0]
 
-    check(stack(Block), texts(), plan)
+    # Fake tensors take another path through the layer: what differs from the trace is kept.
+    Rig(stack(Block), texts()).check(PLANS[plan], follows=False)
 
 
 @EVERY
@@ -235,8 +244,8 @@ def test_checkpoint_of_the_users_own_inside_a_block(plan: str) -> None:
 
 
 @EVERY
-def test_no_grad_inside_a_block(plan: str) -> None:
-    """A block that calls another planned block without gradients is still itself afterwards."""
+def test_no_grad_before_the_blocks(plan: str) -> None:
+    """Blocks called without gradients first are the same blocks when called with them."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -327,7 +336,7 @@ def test_sparse_arguments() -> None:
 
     adjacency = torch.eye(32).to_sparse()
     model = Loop(stack(Block), lambda b, x: b(x, adjacency))
-    check(model, rows(), "full")
+    live_check(model, "test_full", lambda: weigh(model(rows())))
 
 
 @pytest.mark.parametrize("policy", LIVE)
@@ -338,8 +347,26 @@ def test_a_live_job_with_all_of_it(policy: str) -> None:
     live_check(model, policy, lambda: weigh(model(x)))
 
 
-def test_captures_hold_no_tensors() -> None:
-    """A trace is plain numbers: nothing of the model's activations is held by it."""
-    rig = Rig(stack(Mlp), rows())
-    assert isinstance(rig.capture, Capture)
-    assert full(rig.step)
+@pytest.mark.parametrize("make", [Mlp, Attention, ConvNorm])
+def test_selective_replays_run_as_traced(make: Any) -> None:
+    """A selective replay meets the ops of the trace, and no block falls back to a whole one."""
+    batch = {Mlp: rows, Attention: texts, ConvNorm: images}[make]()
+    rig = Rig(stack(make), batch)
+    actions = selective(rig.step)
+    assert any(a.variant != FULL for a in actions)  # type: ignore[union-attr]
+    plain = rig.plain()
+    rig.install(actions)
+    assert_same(rig.planned(), plain)
+    assert not rig.runner._barred
+    rig.close()
+
+
+def test_saved_tensors_of_a_branch_that_goes_nowhere() -> None:
+    """What nobody will ask for is not brought back: a replay ends with what is still needed."""
+
+    def fn(self: Each, x: Tensor) -> Tensor:
+        h = self.up(x)
+        torch.sigmoid(torch.tanh(h) * x)
+        return self.down(F.gelu(h))
+
+    Rig(stack(lambda: Each(fn)), rows()).check(full)

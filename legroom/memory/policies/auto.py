@@ -9,6 +9,7 @@ simulator knows: its verdict on each answer comes back as a new constraint, and 
 a greedy pass that takes back every action the budget does not need.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,13 @@ from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.swap_all import movable
 from legroom.memory.schedule import Want, peak_position, schedule, tighten
 
-ROUNDS = 6
+ROUNDS = 4
+"""Answers asked of the program for one share of the link before giving it up."""
+LINK_SHARES = (0.9, 0.7, 0.5, 0.25)
+"""How much of the links' rate the program may count on; the simulator judges which was right."""
+LEAST_SHARE = 20_000
+"""Tensors smaller than this part of the budget are not worth a move."""
+DEADLINE_S = 3.0
 
 
 @POLICIES.register("auto")
@@ -27,25 +34,35 @@ def auto(problem: Problem) -> Choice:
     """The fastest mix of variants and moves that keeps the budget."""
     if problem.fits([]):
         return Choice([], "everything fits as it is")
-    program = Program(problem, movable(problem))
-    best: tuple[float, list[Action]] | None = None
-    for _ in range(ROUNDS):
-        answer = program.solve()
-        if answer is None:
+    started = time.monotonic()
+    least = problem.limit // LEAST_SHARE
+    worth = [s for s in movable(problem) if problem.step.storages[s].num_bytes >= least]
+    program = Program(problem, worth)
+    found: list[tuple[float, list[Action]]] = []
+    for share in LINK_SHARES if problem.tiers() else LINK_SHARES[:1]:
+        actions = _search(problem, program, share)
+        if actions is not None:
+            found.append((problem.simulator.time(actions), actions))
+        if time.monotonic() - started > DEADLINE_S:
             break
+    if not found:
+        return _least(problem, program)
+    actions = polish(problem, min(found, key=lambda x: x[0])[1])
+    return Choice(actions, _describe(actions))
+
+
+def _search(problem: Problem, program: Program, share: float) -> list[Action] | None:
+    """Ask, replay, and add what the replay found as a constraint, until an answer fits."""
+    for _ in range(ROUNDS):
+        answer = program.solve(share)
+        if answer is None:
+            return None
         actions = realise(problem, answer)
         shape = problem.simulator.shape(actions)
         if shape.peak <= problem.limit:
-            seconds = problem.simulator.time(actions)
-            if best is None or seconds < best[0]:
-                best = (seconds, actions)
-            break
-        at = peak_position(shape.during, shape.replays, problem.limit)
-        program.cut(at, shape.peak - problem.limit)
-    if best is None:
-        return _least(problem, program)
-    actions = polish(problem, best[1])
-    return Choice(actions, _describe(actions))
+            return actions
+        program.cut(peak_position(shape.during, shape.replays), shape.peak - problem.limit)
+    return None
 
 
 def realise(problem: Problem, answer: Answer) -> list[Action]:

@@ -6,13 +6,14 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
+from legroom.core.quiet import silenced
 from legroom.memory.plan import replay_position
 from legroom.memory.planner import Problem
 from legroom.memory.schedule import leave_position
 
 SLOTS = 96
 """About how many slots of time the step is cut into."""
-TIME_LIMIT_S = 3.0
+TIME_LIMIT_S = 0.8
 GAP = 0.004
 MOVE_PRICE = 0.01
 """Seconds a second on the link is worth at least: of two plans alike, take the one that moves less."""
@@ -76,12 +77,18 @@ class Program:
     def _column_moves(self, storages: list[int]) -> None:
         self.moves: dict[tuple[int, str], int] = {}
         self.leave = {s: leave_position(self.sim, s) for s in storages}
-        self.need = {s: self.step.first_use(s) for s in storages}
+        self.need = {s: self._need(s) for s in storages}
         for tier in self.problem.tiers():
             for s in storages:
                 seconds = self.step.storages[s].num_bytes / self._rate(tier)
                 price = max(MOVE_PRICE, 2 * self.sim.machine.contention)
                 self.moves[s, tier] = self._column(price * seconds, 1.0)
+
+    def _need(self, storage: int) -> int:
+        """First position that may need a storage: its use, or the replay of a block it is in."""
+        blocks = {row.block for row in self.step.saves[storage]} & self.replay_at.keys()
+        replays = (min(self.replay_at[b].values()) for b in blocks)
+        return min((self.step.first_use(storage), *replays))
 
     def _column_links(self) -> None:
         count = len(self.edges) - 1
@@ -193,11 +200,11 @@ class Program:
             }
             self._scaled(rows, terms, self.problem.budget[tier])
 
-    def _link_rows(self, rows: _Rows) -> None:
+    def _link_rows(self, rows: _Rows, share: float) -> None:
         count = len(self.edges) - 1
         until = self.sim.until
         for tier in self.problem.tiers():
-            rate = self._rate(tier) * self.scale
+            rate = self._rate(tier) * self.scale * share
             leaving = self._by_slot(tier, self.leave)
             needed = self._by_slot(tier, self.need)
             for q in range(count):
@@ -231,12 +238,15 @@ class Program:
 
     # -- solving -----------------------------------------------------------------------------
 
-    def solve(self) -> Answer | None:
-        """The cheapest choice within the budget, or None if there is none."""
+    def solve(self, share: float = 1.0) -> Answer | None:
+        """The cheapest choice within the budget, or None if there is none.
+
+        `share` of the links' rate is counted on.
+        """
         rows = _Rows()
         self._memory_rows(rows, self.problem.limit)
         self._choice_rows(rows)
-        self._link_rows(rows)
+        self._link_rows(rows, share)
         return self._run(rows, np.array(self.cost), len(self.cost))
 
     def smallest(self) -> list[Answer]:
@@ -244,7 +254,7 @@ class Program:
         rows = _Rows()
         memory = self._memory_rows(rows, 0)
         self._choice_rows(rows)
-        self._link_rows(rows)
+        self._link_rows(rows, 1.0)
         peak = len(self.cost)
         rows.entries += [(row, peak, -1.0) for row in memory]
         cost = np.append(np.array(self.cost) * 1e-6, 1.0)
@@ -255,13 +265,14 @@ class Program:
         at, columns, values = zip(*rows.entries, strict=True) if rows.entries else ((), (), ())
         matrix = coo_matrix((values, (at, columns)), shape=(len(rows.bounds), count)).tocsr()
         extra = count - len(self.cost)
-        found = milp(
-            cost,
-            constraints=LinearConstraint(matrix, -np.inf, np.array(rows.bounds)),
-            bounds=Bounds(0, np.array([*self.upper, *[np.inf] * extra])),
-            integrality=np.array([*self.whole, *[False] * extra], dtype=int),
-            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
-        )
+        with silenced(1):  # HiGHS prints a stray line now and then
+            found = milp(
+                cost,
+                constraints=LinearConstraint(matrix, -np.inf, np.array(rows.bounds)),
+                bounds=Bounds(0, np.array([*self.upper, *[np.inf] * extra])),
+                integrality=np.array([*self.whole, *[False] * extra], dtype=int),
+                options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
+            )
         return None if found.x is None else self._answer(found.x)
 
     def _answer(self, x: "np.typing.NDArray[np.float64]") -> Answer:

@@ -1,0 +1,173 @@
+"""Policies on hand-made chains: what they promise, against every other choice where that is few."""
+
+import itertools
+import random
+
+import pytest
+
+from legroom.core.errors import BudgetError
+from legroom.machine.spec import Link, Machine, Tier
+from legroom.memory.actions import Move, Recompute
+from legroom.memory.handmade import chain, natural_peak
+from legroom.memory.plan import Plan
+from legroom.memory.planner import make_plan
+from legroom.memory.simulate import Simulator
+from legroom.memory.trace import Step
+
+GAP = 0.005
+"""auto stops its search this close to the best, as a share of the step."""
+
+
+def machine(rate: float = 20.0) -> Machine:
+    tiers = tuple(Tier(name=n, num_bytes=10**6) for n in ("device", "host"))
+    links = (
+        Link(source="device", target="host", bytes_per_s=rate),
+        Link(source="host", target="device", bytes_per_s=rate),
+    )
+    return Machine(
+        name="by hand",
+        device="cpu",
+        origin="made for tests",
+        tiers=tiers,
+        links=links,
+        matrix_flops={"float32": 1.0},
+        vector_flops=1.0,
+        memory_bytes_per_s=8.0,
+    )
+
+
+def random_chain(seed: int, most: int = 7) -> Step:
+    draw = random.Random(seed)
+    count = draw.randint(1, most)
+    return chain(
+        count,
+        [draw.randint(5, 60) for _ in range(count)],
+        num_saved=draw.randint(1, 3),
+        output_bytes=draw.randint(0, 12),
+        weight_bytes=draw.choice([0, 7]),
+        time_s=[draw.uniform(0.5, 3.0) for _ in range(count)],
+    )
+
+
+def budget(step: Step, share: float, **tiers: int) -> dict[str, int]:
+    """So much of the way from the static bytes to the natural peak."""
+    static = sum(s.num_bytes for s in step.storages if s.birth < 0)
+    return {"device": static + int((natural_peak(step) - static) * share), **tiers}
+
+
+def planned(step: Step, limits: dict[str, int], policy: str, rate: float = 20.0) -> Plan | None:
+    try:
+        return make_plan(step, machine(rate), limits, policy)
+    except BudgetError:
+        return None
+
+
+def best_of_all(step: Step, limit: int) -> float | None:
+    """The shortest step over all sets of blocks run again that fit."""
+    simulator, times = Simulator(step, machine()), []
+    for kept in itertools.product((False, True), repeat=len(step.blocks)):
+        actions = [Recompute(block=b, variant="full") for b, k in enumerate(kept) if not k]
+        if simulator.shape(actions).peak <= limit:
+            times.append(simulator.time(actions))
+    return min(times, default=None)
+
+
+def test_keep_all_does_nothing() -> None:
+    step = chain(4, 10, output_bytes=3)
+    plan = make_plan(step, machine(), {"device": natural_peak(step)}, "keep_all")
+    assert plan.actions == () and plan.predicted.device_bytes == natural_peak(step)
+
+
+def test_every_nth_runs_the_fewest_blocks_again() -> None:
+    """Each bound it tries keeps one block of a run; the first that fits wins."""
+    step = chain(6, 10, output_bytes=1)
+    plan = make_plan(step, machine(), budget(step, 0.7), "every_nth")
+    assert plan.recomputes and len(plan.recomputes) < 6
+    assert all(a.variant == "full" for a in plan.recomputes) and not plan.moves
+
+
+def test_swap_all_moves_all_it_can() -> None:
+    """Every saved storage that is free in between, as far as the tier has room."""
+    step = chain(4, 10, output_bytes=3)
+    plan = make_plan(step, machine(1e6), budget(step, 1.0, host=10**6), "swap_all")
+    sizes = [step.storages[m.storage].num_bytes for m in plan.moves]
+    assert sum(sizes) == 4 * 10 + 4 * 3
+    tight = make_plan(step, machine(1e6), budget(step, 1.0, host=20), "swap_all")
+    assert tight.predicted.peak_bytes.get("host", 0) <= 20
+
+
+def test_auto_leaves_alone_what_fits() -> None:
+    step = chain(4, 10)
+    plan = make_plan(step, machine(), {"device": natural_peak(step), "host": 1000})
+    assert plan.actions == ()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_auto_without_moves_equals_the_best_of_all(seed: int) -> None:
+    """Against every set of recomputed blocks; auto may be off by its gap, and never over."""
+    step, draw = random_chain(seed), random.Random(seed)
+    for _ in range(3):
+        limits = budget(step, draw.uniform(0.3, 1.0))
+        best = best_of_all(step, limits["device"])
+        plan = planned(step, limits, "auto")
+        assert (plan is None) == (best is None)
+        if plan is not None and best is not None:
+            assert plan.predicted.device_bytes <= limits["device"]
+            assert plan.predicted.step_s <= best * (1 + GAP)
+
+
+@pytest.mark.parametrize("rate", [2.0, 20.0, 200.0])
+@pytest.mark.parametrize("seed", range(15))
+def test_auto_is_never_slower_than_the_plain_policies(seed: int, rate: float) -> None:
+    """Wherever every_nth or swap_all keeps a budget, auto keeps it in no more time."""
+    step, draw = random_chain(seed), random.Random(seed)
+    limits = budget(step, draw.uniform(0.3, 1.0), host=draw.choice([30, 10**6]))
+    found = {p: planned(step, limits, p, rate) for p in ("every_nth", "swap_all", "auto")}
+    for policy in ("every_nth", "swap_all"):
+        other = found[policy]
+        if other is not None:
+            assert found["auto"] is not None, f"{policy} fits and auto does not"
+            assert found["auto"].predicted.step_s <= other.predicted.step_s * (1 + GAP)
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "every_nth", "swap_all", "auto"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_refusal_says_by_how_much_and_what_works(seed: int, policy: str) -> None:
+    """missing = smallest - limit; the smallest budget it names indeed works."""
+    step = random_chain(seed)
+    limits = budget(step, 0.02, host=10**6)
+    with pytest.raises(BudgetError) as refusal:
+        make_plan(step, machine(), limits, policy)
+    error = refusal.value
+    assert error.smallest_bytes is not None
+    assert error.missing_bytes == error.smallest_bytes - limits["device"] > 0
+    assert str(error.smallest_bytes) in str(error)
+    again = make_plan(step, machine(), {**limits, "device": error.smallest_bytes}, policy)
+    assert again.predicted.device_bytes <= error.smallest_bytes
+
+
+@pytest.mark.parametrize("policy", ["every_nth", "swap_all", "auto"])
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_are_lawful_and_repeatable(seed: int, policy: str) -> None:
+    """Same numbers, same plan; positions in order, tiers within their budgets."""
+    step = random_chain(seed)
+    limits = budget(step, 0.6, host=100)
+    one, two = planned(step, limits, policy), planned(step, limits, policy)
+    assert (one is None) == (two is None)
+    if one is None or two is None:
+        return
+    assert one.actions == two.actions
+    one.check_against(step)
+    assert one.predicted.peak_bytes.get("host", 0) <= 100
+    assert all(isinstance(a, Move | Recompute) for a in one.actions)
+
+
+def test_a_block_whose_saved_tensors_are_never_asked_for() -> None:
+    """Its output goes nowhere: its replay would never happen, and no policy stumbles over it."""
+    from msgspec.structs import replace
+
+    step = chain(3, 10, output_bytes=3)
+    rows = tuple(replace(r, unpacked=()) if r.block == 1 else r for r in step.saved)
+    step = replace(step, saved=rows)
+    for policy in ("keep_all", "every_nth", "swap_all", "auto"):
+        planned(step, budget(step, 0.6, host=1000), policy)
