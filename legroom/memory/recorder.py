@@ -6,6 +6,7 @@ on real ones, where a timer takes the time of each op.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -210,7 +211,7 @@ class Recorder(TorchDispatchMode):
         many = isinstance(out, tuple | list)
         generator = any(isinstance(x, torch.Generator) for x in leaves)
         return RawOp(
-            name=str(func).removesuffix(".default"),
+            name=op_name(func),
             module=self.path,
             phase=self._phase(),
             reads=reads,
@@ -312,6 +313,13 @@ def in_backward() -> bool:
 _ALIASES = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"}
 
 
+@functools.cache
+def op_name(func: Any) -> str:
+    """An op's name as traces have it."""
+    return str(func).removesuffix(".default")
+
+
+@functools.cache
 def is_silent(func: Any) -> bool:
     """Views, queries and such: ops that make no bytes and change none."""
     if func.namespace == "prim" or func._schema.name in _ALIASES:

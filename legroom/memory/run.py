@@ -38,6 +38,7 @@ class Runner:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.lanes: Lanes | None = None
+        self.weights = weight_storages([model])
         self.script: Script | None = None
         self.forms: dict[int, OpForm] = {}
         """Forms of the trace's ops, where a selective replay needs them."""
@@ -68,6 +69,7 @@ class Runner:
         self.remove()
         self.script, self.lanes, self.forms = script, lanes, forms
         self._owners.clear()
+        self.weights = weight_storages([self.model])
         if script is None:
             return
         modules = dict(self.model.named_modules())
@@ -104,7 +106,6 @@ class Runner:
         if recorder is None and (self.script is None or self.script.idle):
             yield
             return
-        self.weights = weight_storages([self.model])
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         try:
             with hooks:
@@ -161,7 +162,7 @@ class Runner:
         tensor = held.kept.tensor
         entry = self._entry_of(tensor)
         if entry is not None and entry.place is not None:
-            held.handle = Handle(entry, ViewOf.of(tensor), -1, held.kept.version)
+            held.handle = Handle(entry, ViewOf.of(tensor), held.kept.version)
             held.kept = None
 
     def _entry_of(self, tensor: Tensor) -> Entry | None:
@@ -216,7 +217,12 @@ class Runner:
         entry = self._entry_of(tensor)
         if entry is not None:
             return entry if entry.version == tensor._version else None
+        with self._quiet():
+            return self._new_entry(row, tensor, note)
+
+    def _new_entry(self, row: Row, tensor: Tensor, note: int) -> Entry | None:
         script = self.script
+        assert script is not None
         entry = Entry(row.storage, row.num_bytes, tensor._version)
         entry.note = self.recorder.saved[note].storage if self.recorder is not None else -1
         if row.storage in script.dropped and self._frame is not None:
@@ -262,7 +268,7 @@ class Runner:
         entry = handle.entry
         self._bring(entry)
         assert entry.flat is not None
-        with torch.no_grad():
+        with self._quiet(), torch.no_grad():
             return handle.view.on(entry.flat)
 
     def _bring(self, entry: Entry) -> None:

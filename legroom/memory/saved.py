@@ -70,7 +70,7 @@ def is_ours(tensor: Tensor, device: torch.device, weights: StorageTable[bool]) -
     """Whether a saved tensor is an activation on the device, and worth acting on."""
     if tensor.device.type != device.type or not has_storage(tensor):
         return False
-    if isinstance(tensor, nn.Parameter):
+    if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
         return False
     storage = tensor.untyped_storage()
     return storage.nbytes() > SMALL_BYTES and weights.get(storage) is None

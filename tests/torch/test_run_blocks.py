@@ -1,4 +1,4 @@
-"""Whatever a block does, its gradients under a plan are those of the unplanned step, bit for bit."""
+"""Whatever a block does, its gradients under a plan are those of the unplanned step."""
 
 from dataclasses import dataclass
 from typing import Any

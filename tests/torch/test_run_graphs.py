@@ -1,22 +1,18 @@
-"""Graphs used twice, late, never, or after other steps: right or refused, and nothing left over."""
+"""Graphs used twice, late, in part or after other steps: right, or refused in words."""
 
-import gc
-import weakref
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
-from legroom.memory.mechanisms.entry import Entry, Handle
-from tests.torch.nets import Each, Mlp, rows, stack
+from tests.torch.nets import Mlp, rows, stack
 from tests.torch.support import (
     LIVE,
     PLANS,
     Rig,
-    Start,
     assert_same,
     fitted,
     result_of,
@@ -34,11 +30,6 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 def equal(one: list[Tensor], two: list[Tensor]) -> bool:
     return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-def live_objects(kind: type) -> int:
-    gc.collect()
-    return sum(issubclass(type(o), kind) for o in gc.get_objects())
 
 
 def clean(x: Tensor) -> Tensor:
@@ -95,6 +86,9 @@ def test_a_change_in_place_does_not_corrupt(plan: str) -> None:
     plain = rig.plain()
     rig.loss_fn = loss
     rig.install(PLANS[plan](rig.step))
+    if rig.tiers.lanes is not None:
+        # The copies out begin late, as behind others on a busy link.
+        rig.tiers.lanes._out.submit(time.sleep, 0.3)  # type: ignore[attr-defined]
     try:
         mine = rig.planned()
     except RuntimeError as error:
@@ -289,114 +283,3 @@ def test_a_backward_after_the_job_was_closed(policy: str) -> None:
     except LegroomError:
         return
     assert equal(grads(model), plain)
-
-
-# -- nothing is left over ------------------------------------------------------------------------
-
-
-@EVERY
-def test_a_graph_freed_without_backward_frees_its_slots(plan: str) -> None:
-    """Handles own the bytes: with the graph they go, at once and without a collection."""
-    rig = Rig(stack(Mlp), rows())
-    rig.install(PLANS[plan](rig.step))
-    gc.collect()
-    gc.disable()
-    try:
-        before = sum(type(o) in (Entry, Handle) for o in gc.get_objects())
-        with rig.runner.following():
-            loss = rig.loss()
-            marks = [weakref.ref(e()) for e in rig.runner._entries.values() if e() is not None]
-            del loss
-        assert not any(mark() is not None for mark in marks)
-        assert sum(type(o) in (Entry, Handle) for o in gc.get_objects()) == before
-    finally:
-        gc.enable()
-        rig.close()
-
-
-@EVERY
-def test_a_step_leaves_nothing_without_a_collection(plan: str) -> None:
-    """After a whole step the inputs of its blocks are free at once: no cycle waits for gc."""
-    rig = Rig(stack(Mlp), rows())
-    rig.install(PLANS[plan](rig.step))
-    inputs: list[weakref.ref[torch.UntypedStorage]] = []
-    for block in list(rig.model)[1:]:  # type: ignore[call-overload]
-        block.register_forward_pre_hook(
-            lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
-        )
-    gc.collect()
-    gc.disable()
-    try:
-        rig.planned()
-        assert inputs and not any(mark() is not None for mark in inputs)
-    finally:
-        gc.enable()
-        rig.close()
-
-
-class Fault(Exception):
-    """Raised by a test in the middle of something."""
-
-
-class Raises(torch.autograd.Function):
-    """Passes values on, and raises in forward or backward when told to."""
-
-    when = ""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        if Raises.when == "forward":
-            raise Fault
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if Raises.when == "backward":
-            raise Fault
-        return grad
-
-
-@EVERY
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_step_that_raises_leaves_nothing_behind(plan: str, when: str) -> None:
-    """The next step is right, and no tensor, entry or handle of the failed one is alive."""
-    model = stack(lambda: Each(lambda m, x: m.down(Raises.apply(F.gelu(m.up(x))))))
-    rig = Rig(model, rows())
-    plain = rig.plain()
-    rig.install(PLANS[plan](rig.step))
-    assert_same(rig.planned(), plain)
-    rig.model.zero_grad()
-    tensors, things = live_objects(Tensor), live_objects(Entry) + live_objects(Handle)
-    Raises.when = when
-    try:
-        with pytest.raises(Fault):
-            rig.planned()
-    finally:
-        Raises.when = ""
-    rig.model.zero_grad()
-    if rig.tiers.lanes is not None:
-        rig.tiers.lanes.drain()
-    assert live_objects(Entry) + live_objects(Handle) == things
-    assert live_objects(Tensor) <= tensors
-    assert_same(rig.planned(), plain)
-    rig.close()
-
-
-@EACH_LIVE
-def test_a_closed_job_leaves_no_trace_in_the_model(policy: str) -> None:
-    """Hooks, attributes and state_dict are as before; nothing of the job is held by the model."""
-    model = stack(Mlp)
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    fields = [sorted(m.__dict__) for m in model.modules()]
-    start = Start(model)
-    with fitted(model, policy) as job:
-        for _ in range(3):
-            start.restore()
-            with job.step():
-                weigh(model(rows())).backward()
-        mark = weakref.ref(job)
-    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    assert fields == [sorted(m.__dict__) for m in model.modules()]
-    del job
-    gc.collect()
-    assert mark() is None

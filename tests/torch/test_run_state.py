@@ -36,7 +36,7 @@ def test_many_draws_of_all_kinds(plan: str) -> None:
 
 @EVERY
 def test_an_op_that_fills_what_it_saved(plan: str) -> None:
-    """rrelu saves its noise first and draws it then: a copy made on saving would be of nothing."""
+    """The op rrelu saves its noise, then draws it: a copy made on saving has no values yet."""
     model = stack(lambda: Each(lambda m, x: m.down(F.rrelu(m.up(x), training=True))))
     Rig(model, rows()).check(PLANS[plan])
 

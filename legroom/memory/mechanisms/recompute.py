@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms.entry import Entry, Handle, Kept
-from legroom.memory.recorder import is_silent
+from legroom.memory.recorder import is_silent, op_name
 from legroom.memory.saved import ViewOf
 
 
@@ -179,7 +179,7 @@ class SelectiveMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._off or is_silent(func):
             return func(*args, **kwargs)
-        index, form = self._find(str(func).removesuffix(".default"))
+        index, form = self._find(op_name(func))
         if index in self.runs:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
