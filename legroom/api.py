@@ -1,11 +1,10 @@
 """The public functions: fit, estimate, verify, plan, simulate, probe."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import nn
 
@@ -14,9 +13,9 @@ from legroom.core.outcome import Outcome
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
-from legroom.memory.job import Job, stand_in_loss
+from legroom.memory.job import Job
 from legroom.memory.planner import POLICIES, make_plan
-from legroom.memory.profile import STATE_RULES, LossFn, capture_fake
+from legroom.memory.profile import STATE_RULES, LossFn, capture_fake, stand_in_loss
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
 from legroom.memory.verify import Verdict
@@ -57,8 +56,6 @@ def fit(
     _check_optimizer(model, optimizer)
     found = find_machine(machine) if machine is not None else cached_probe(device.type)
     limits = read_budget(budget, found, device, disk_dir)
-    if device.type == "cuda":
-        _cap_device(device, limits["device"])
     return Job(
         model,
         optimizer,
@@ -76,8 +73,14 @@ def model_device(model: nn.Module) -> torch.device:
     """The one device a model lives on; raises InputError for several, or for meta."""
     devices = {p.device for p in (*model.parameters(), *model.buffers())}
     kinds = {d.type for d in devices}
-    if len(devices) > 1 and len(kinds - {"cpu"}) > 0 and len({d for d in devices if d.type != "cpu"}) > 1:
-        raise InputError(f"the model is spread over {sorted(map(str, devices))}: one device is needed")
+    if (
+        len(devices) > 1
+        and len(kinds - {"cpu"}) > 0
+        and len({d for d in devices if d.type != "cpu"}) > 1
+    ):
+        raise InputError(
+            f"the model is spread over {sorted(map(str, devices))}: one device is needed"
+        )
     if "meta" in kinds:
         raise InputError("the model is on the meta device: it has no values to train")
     if not devices:
@@ -140,9 +143,7 @@ def _reserve(device: torch.device) -> int:
     return int(memory.total - memory.available) + (512 << 20)
 
 
-def _default_limits(
-    machine: Machine, device: torch.device, disk_dir: str | None
-) -> dict[str, int]:
+def _default_limits(machine: Machine, device: torch.device, disk_dir: str | None) -> dict[str, int]:
     limits: dict[str, int] = {}
     if device.type == "cuda":
         limits["host"] = int(psutil.virtual_memory().available * 0.6)
@@ -150,17 +151,6 @@ def _default_limits(
     if disk is not None and (disk_dir is not None or device.type == "cpu"):
         limits["disk"] = (disk.num_bytes - disk.reserve_bytes) // 2
     return limits
-
-
-def _cap_device(device: torch.device, limit: int) -> None:
-    """Let the allocator itself refuse more than the budget, and keep it from breaking up."""
-    settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    if not any(os.environ.get(name) for name in settings):
-        # Growing segments waste least; the user's own settings, if any, hold.
-        setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
 
 def estimate(

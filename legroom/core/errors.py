@@ -1,13 +1,13 @@
 """The error tree: what a user can get from legroom, and what each one carries.
 
-    LegroomError
-      InputError          what the user gave cannot be used (also a ValueError)
-        UnknownName       no such policy, machine or example; names the nearest
-        UnitError         a size or time that cannot be read
-      RecordError         a file or record that breaks its own law (also a ValueError)
-      BudgetError         the job cannot run in the budget; says by how much
-      StepError           the step was used in a way the runtime cannot follow
-      TierError           a tier cannot take its bytes: full, missing or not writable
+LegroomError
+  InputError          what the user gave cannot be used (also a ValueError)
+    UnknownName       no such policy, machine or example; names the nearest
+    UnitError         a size or time that cannot be read
+  RecordError         a file or record that breaks its own law (also a ValueError)
+  BudgetError         the job cannot run in the budget; says by how much
+  StepError           the step was used in a way the runtime cannot follow
+  TierError           a tier cannot take its bytes: full, missing or not writable
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,8 @@ class UnknownName(InputError):
 
     def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
         self.known = sorted(known)
-        near = get_close_matches(name, self.known, n=1)
+        starts = [k for k in self.known if k.startswith(name)] if name else []
+        near = starts or get_close_matches(name, self.known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {what} {name!r}.{hint} Known: {', '.join(self.known)}.")
 

@@ -348,9 +348,13 @@ def _cpu_links(drive: PairRates) -> _Links:
 
 def _cuda_links(bench: _Bench, drive: PairRates) -> _Links:
     num_bytes = bench.sizes.copy_bytes
-    with _pinned(num_bytes) as (near, pin_1), _pinned(num_bytes) as (far, pin_2):
-        with _pinned(num_bytes) as (_, pin_3), torch.cuda.device(bench.target):
-            bus = _copy_rates(bench, near, far)
+    with (
+        _pinned(num_bytes) as (near, pin_1),
+        _pinned(num_bytes) as (far, pin_2),
+        _pinned(num_bytes) as (_, pin_3),
+        torch.cuda.device(bench.target),
+    ):
+        bus = _copy_rates(bench, near, far)
     links = (*_pair("device", "host", "pcie", bus), *_pair("host", "disk", "disk", drive))
     pin_s = median((pin_1, pin_2, pin_3)) / num_bytes
     return links, {"pcie": bus.both, "disk": drive.both}, pin_s

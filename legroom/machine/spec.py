@@ -101,9 +101,10 @@ class Machine(Record, frozen=True, kw_only=True):
             if link.bytes_per_s <= 0 or link.latency_s < 0:
                 raise RecordError(f"machine {self.name}: link {link.name} has a rate out of range")
         rates = (*self.matrix_flops.values(), *self.duplex.values())
-        if "float32" not in self.matrix_flops or min(
-            (*rates, self.vector_flops, self.memory_bytes_per_s)
-        ) <= 0:
+        if (
+            "float32" not in self.matrix_flops
+            or min((*rates, self.vector_flops, self.memory_bytes_per_s)) <= 0
+        ):
             raise RecordError(f"machine {self.name}: needs a float32 rate, and rates above zero")
         return self
 

@@ -1,13 +1,14 @@
 """Measure a step from outside: wall time and the allocator's own peak, not the runtime's books."""
 
 import contextlib
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
 
-from legroom.memory.timers import memory_reports, reports_peak
+from legroom.memory.timers import memory_reports, reports_peak, timing_event
 
 
 class Meter(ABC):
@@ -24,6 +25,18 @@ class Meter(ABC):
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""
         return 0
+
+    def pressed(self) -> bool:
+        """Whether the allocator ran into its cap since last asked; it will be given more room."""
+        return False
+
+    @abstractmethod
+    def cap(self, limit: int) -> None:
+        """Let the allocator itself refuse more than the budget, where it can."""
+
+    @abstractmethod
+    def uncap(self) -> None:
+        """Take the cap away."""
 
 
 class CpuMeter(Meter):
@@ -49,17 +62,24 @@ class CpuMeter(Meter):
         """Seconds, and the peak above what was there on entry."""
         return self._seconds, self._peaks
 
+    def cap(self, limit: int) -> None:
+        """The CPU's allocator takes no cap."""
+
+    def uncap(self) -> None:
+        """Nothing to take away."""
+
 
 class CudaMeter(Meter):
     """Events at both ends of the step; the allocator's own peaks."""
 
-    SLACK = 0.03
-    """Share of the budget left to the allocator's rounding and gaps."""
+    SLACK = 0.04
+    """Share of the budget left to the allocator's rounding and gaps, to begin with."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._begin = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
+        self.slack = self.SLACK
+        self._retries = 0
+        self._begin, self._end = timing_event(), timing_event()
 
     @contextlib.contextmanager
     def step(self, active: bool = True) -> Iterator[None]:
@@ -80,7 +100,29 @@ class CudaMeter(Meter):
 
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""
-        return int(budget * self.SLACK)
+        return int(budget * self.slack)
+
+    def pressed(self) -> bool:
+        """Whether allocations had to wait for cached memory to be given back: that is slow."""
+        retries = int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
+        more, self._retries = retries > self._retries, retries
+        if more:
+            self.slack = min(self.slack + 0.02, 0.12)
+        return more
+
+    def cap(self, limit: int) -> None:
+        """Cap reserved memory, and keep the allocator from breaking its segments up."""
+        settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        if not any(os.environ.get(name) for name in settings):
+            # Growing segments waste least; the user's own settings, if any, hold.
+            setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+            (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.device)
+
+    def uncap(self) -> None:
+        """Allow the whole device again."""
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
 def make_meter(device: torch.device) -> Meter:

@@ -1,69 +1,53 @@
 """A training job under a budget: each kind of step is captured, planned, run and measured.
 
 [Note: visits] Steps are told apart by their signature. The first visit of a signature runs under
-a plan made from a fake capture, so the budget holds before anything was measured. The second is
-recorded as it runs. From the third on the plan made from that recording is in force; measured
-time and peak then stand beside the predicted ones, and a plan that stalls is made anew.
+a plan made from a fake capture, so the budget holds before anything was measured; a model that
+fake tensors cannot follow runs under the online rule instead. The second visit is recorded as it
+runs. From the third on the plan made from that recording is in force; measured time and peak then
+stand beside the predicted ones, and a plan whose time comes out otherwise is made anew.
 """
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from legroom.core.errors import BudgetError, StepError
-from legroom.core.outcome import Comparison, Outcome, Timeline
+from legroom.core.errors import BudgetError, LegroomError, StepError
+from legroom.core.outcome import Comparison, Timeline
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.device import Meter, make_meter
+from legroom.memory.kinds import Kind, Measurement, rescaled
+from legroom.memory.online import Evictor
 from legroom.memory.plan import Plan
 from legroom.memory.planner import make_plan
-from legroom.memory.profile import Capture, capture_fake, capture_real
+from legroom.memory.profile import capture_fake, capture_real, stand_in_loss
 from legroom.memory.recorder import Recorder
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
-from legroom.memory.trace import Step
 from legroom.memory.signature import signature_of
 from legroom.memory.simulate import Simulator
 from legroom.memory.tiers import Tiers
 from legroom.memory.timeline import predicted_timeline
 from legroom.memory.timers import CpuTimer, CudaTimer
+from legroom.memory.trace import Step
 from legroom.memory.verify import Snapshot, Verdict, verify_step
 
 SAFE = 0.88
 """Share of the budget that the first, unmeasured plan of a signature may use."""
+ONLINE = 0.5
+"""Share of the free budget that saved tensors may take under the online rule."""
 SETTLED = 3
 """Measured steps before a plan is judged."""
 MAX_REPLANS = 3
-
-
-@dataclass
-class Kind:
-    """One signature: its visits, its trace and plan, and what was measured."""
-
-    signature: str
-    visits: int = 0
-    capture: Capture | None = None
-    plan: Plan | None = None
-    script: Script | None = None
-    recorded: bool = False
-    replans: int = 0
-    seconds: list[float] = field(default_factory=list)
-    peaks: list[dict[str, int]] = field(default_factory=list)
-    stalls: list[float] = field(default_factory=list)
-
-    @property
-    def static_bytes(self) -> int:
-        """What is on the device before the step begins."""
-        assert self.capture is not None
-        return sum(s.num_bytes for s in self.capture.step.storages if s.birth < 0)
+TOLERANCE = 0.04
+"""A step time off by more than this makes the plan be made anew."""
 
 
 class Job:
@@ -90,11 +74,11 @@ class Job:
         self.runner = Runner(model, device)
         self.tiers = Tiers(device, disk_dir)
         self.meter: Meter = make_meter(device)
+        self.meter.cap(self.budget["device"])
         self._stack: contextlib.ExitStack | None = None
         self._recording: tuple[Recorder, CpuTimer | CudaTimer] | None = None
-        self._busy = False
+        self._busy = self._closed = self._warned = False
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._closed = False
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -105,39 +89,36 @@ class Job:
             raise StepError("this job is closed; make a new one with legroom.fit")
         if self._stack is not None:
             raise StepError("a step is already open: steps do not nest")
-        self.current = None
-        with contextlib.ExitStack() as stack:
-            self._stack = stack
-            stack.callback(self._forget)
-            yield
-        if self.current is None:
-            warnings.warn(
-                "legroom: the step ended without a forward of the fitted model", stacklevel=3
-            )
-            return
-        self._after_step(self.current)
-
-    def _forget(self) -> None:
-        self._stack = None
+        self.current = self._recording = None
+        try:
+            with contextlib.ExitStack() as self._stack:
+                yield
+        except BaseException:
+            self._recording = None
+            self.tiers.drain()
+            raise
+        finally:
+            self._stack = None
+        self._after_step()
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The first forward of a step: now its signature is known, and its plan taken up."""
         ready = self._stack is not None and self.current is None and not self._busy
         if not ready or not torch.is_grad_enabled() or model is not self.model:
             return
-        self._check_inputs(args, kwargs)
+        self._check_device()
         kind = self._kind(signature_of(model, args, kwargs))
-        if kind.plan is None:
+        if kind.visits == 0 and kind.plan is None:
             self._first_plan(kind, args, kwargs)
         self._take_up(kind)
-        self.current = kind
         assert self._stack is not None
+        self.current = kind
         self._open(kind, self._stack)
 
     def _kind(self, signature: str) -> Kind:
         return self.kinds.setdefault(signature, Kind(signature))
 
-    def _check_inputs(self, args: Any, kwargs: Any) -> None:
+    def _check_device(self) -> None:
         param = next(self.model.parameters(), None)
         if param is not None and param.device.type != self.device.type:
             raise StepError(
@@ -146,34 +127,31 @@ class Job:
             )
 
     def _open(self, kind: Kind, stack: contextlib.ExitStack) -> None:
-        record = kind.visits == 1 and not kind.recorded
-        recorder = None
-        if record:
-            timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()
-            recorder = Recorder(self.model, self.device, timer)
-            self._name_states(recorder)
-            self._recording = (recorder, timer)
-            stack.enter_context(timer.running())
-        stack.enter_context(self.meter.step(active=not record))
+        if kind.visits == 0 or kind.recorded:
+            stack.enter_context(self.meter.step())
+            stack.enter_context(self.runner.following())
+            return
+        timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()
+        recorder = Recorder(self.model, self.device, timer)
+        self._name_states(recorder)
+        self._recording = (recorder, timer)
+        stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
-        if recorder is not None:
-            stack.enter_context(recorder.watch_modules())
-            stack.enter_context(recorder)
+        stack.enter_context(recorder.watch_modules())
+        stack.enter_context(recorder)
 
     def _name_states(self, recorder: Recorder) -> None:
         for name, param in self.model.named_parameters():
             if param.grad is not None:
                 recorder.name_storage(param.grad, f"{name}.grad", "gradient")
-        if self.optimizer is None:
-            return
-        for leaf in tree_leaves(dict(self.optimizer.state)):
+        for leaf in tree_leaves(dict(self.optimizer.state) if self.optimizer else {}):
             if isinstance(leaf, Tensor):
                 recorder.name_storage(leaf, "optimizer state", "state")
 
     # -- planning ----------------------------------------------------------------------------
 
     def _first_plan(self, kind: Kind, args: Any, kwargs: Any) -> None:
-        """A plan from fake tensors, before anything runs."""
+        """A plan from fake tensors, before anything runs; none if they cannot follow the model."""
         self._busy = True
         try:
             kind.capture = capture_fake(
@@ -186,6 +164,16 @@ class Job:
                 blocks=self.blocks,
                 signature=kind.signature,
             )
+        except LegroomError:
+            raise
+        except Exception as error:  # whatever the model does that fake tensors cannot
+            warnings.warn(
+                f"legroom: cannot plan this step before running it ({type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}); it runs under the online "
+                "rule and is planned once recorded",
+                stacklevel=2,
+            )
+            return
         finally:
             self._busy = False
         kind.plan = self._safe_plan(kind.capture.step)
@@ -198,7 +186,7 @@ class Job:
         """
         budget = self.planning_budget()
         tight = {**budget, "device": int(budget["device"] * SAFE)}
-        names = ("keep_all", "recompute_all", self.policy) if self.policy == "auto" else ()
+        names = ("keep_all", "recompute_all", "auto") if self.policy == "auto" else ()
         for name in names:
             with contextlib.suppress(BudgetError):
                 return make_plan(step, self.machine, tight, name, lossy=self.lossy)
@@ -210,17 +198,17 @@ class Job:
         name, group = type(self.optimizer).__name__.lower(), self.optimizer.param_groups[0]
         if name == "sgd":
             return "sgd-momentum" if group.get("momentum") else "sgd"
-        foreach = group.get("foreach") or (
-            group.get("foreach") is None and not group.get("fused") and self.device.type == "cuda"
-        )
+        default = group.get("foreach") is None and not group.get("fused")
+        foreach = group.get("foreach") or (default and self.device.type == "cuda")
         return "adamw-foreach" if foreach else "adamw"
 
     def _plan(self, kind: Kind) -> None:
         assert kind.capture is not None
-        kind.plan = make_plan(
-            kind.capture.step, self.machine, self.planning_budget(), self.policy, lossy=self.lossy
-        )
-        kind.script = Script(kind.capture.step, kind.plan)
+        budget = self.planning_budget()
+        step = kind.capture.step
+        kind.plan = make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
+        kind.script = Script(step, kind.plan)
+        kind.measurements.clear()
 
     def planning_budget(self) -> dict[str, int]:
         """The budget less what the allocator loses to rounding and gaps."""
@@ -228,65 +216,105 @@ class Job:
         return {**self.budget, "device": device - self.meter.overhead(device)}
 
     def _take_up(self, kind: Kind) -> None:
-        assert kind.capture is not None and kind.script is not None
-        if self.runner.script is kind.script:
-            return
-        lanes = self.tiers.lanes_for(kind.script)
-        if lanes is not None:
-            lanes.timing = True
-        self.runner.install(kind.script, lanes, kind.capture.forms)
+        if kind.script is None:
+            self._take_up_rule()
+        elif self.runner.script is not kind.script:
+            assert kind.capture is not None
+            lanes = self.tiers.lanes_for(kind.script.tier_bytes)
+            if lanes is not None:
+                lanes.timing = True
+            self.runner.install(kind.script, lanes, kind.capture.forms)
+
+    def _take_up_rule(self) -> None:
+        """Saved tensors may take a share of what weights and states leave free."""
+        held = [p for p in (*self.model.parameters(), *self.model.buffers())]
+        held += [x for x in tree_leaves(dict(self.optimizer.state) if self.optimizer else {})]
+        static = sum(x.nbytes for x in held if isinstance(x, Tensor))
+        free = self.planning_budget()["device"] - static
+        tier = "host" if self.budget.get("host") else "disk"
+        room = min(self.budget.get(tier, 0), 4 * self.budget["device"])
+        if free <= 0 or room <= 0:
+            raise BudgetError(
+                f"weights and optimizer states alone take {format_bytes(static)} of the budget of "
+                f"{format_bytes(self.budget['device'])}",
+                missing_bytes=max(-free, 0),
+            )
+        lanes = self.tiers.lanes_for({tier: room})
+        assert lanes is not None
+        self.runner.install_online(Evictor(int(free * ONLINE), tier, room), lanes)
 
     # -- after a step ------------------------------------------------------------------------
 
-    def _after_step(self, kind: Kind) -> None:
+    def _after_step(self) -> None:
+        kind = self.current
+        if kind is None:
+            warnings.warn(
+                "legroom: the step ended without a forward of the fitted model", stacklevel=4
+            )
+            return
         kind.visits += 1
         if self._recording is not None:
             self._use_recording(kind)
-            return
-        if self.runner.deviation and not kind.recorded:
-            kind.visits = max(kind.visits, 1)
-        if kind.recorded:
+        elif kind.recorded:
             self._measure(kind)
+            if len(kind.measurements) == SETTLED and kind.replans < MAX_REPLANS:
+                self._calibrate(kind)
+
+    def _use_recording(self, kind: Kind) -> None:
+        assert self._recording is not None
+        (recorder, timer), self._recording = self._recording, None
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                recorder.name_storage(param.grad, f"{name}.grad", "gradient")
+        kind.capture = capture_real(
+            recorder,
+            timer,
+            self.model,
+            self.machine,
+            like=kind.capture.step if kind.capture is not None else None,
+            blocks=self.blocks,
+            signature=kind.signature,
+        )
+        kind.recorded = True
+        self._plan(kind)
 
     def _measure(self, kind: Kind) -> None:
         seconds, peaks = self.meter.last()
         if "step" in peaks:
             peaks = {"device": peaks["step"] + kind.static_bytes}
-        lanes = self.tiers.lanes
+        lanes, mover = self.tiers.lanes, self.runner.mover
+        moved = {f"device->{tier}": n for tier, n in mover.out_bytes.items()}
+        moved |= {f"{tier}->device": n for tier, n in mover.in_bytes.items()}
+        stall_s = lanes.stall_s() if lanes is not None else 0.0
         if lanes is not None:
-            kind.stalls.append(lanes.stall_s())
             lanes.reset_stall()
-        kind.seconds.append(seconds)
-        if peaks:
-            kind.peaks.append(peaks)
-            self._watch_budget(peaks.get("reserved", peaks["device"]))
-
-    def _use_recording(self, kind: Kind) -> None:
-        assert self._recording is not None and kind.capture is not None
-        (recorder, timer), self._recording = self._recording, None
-        self._busy = True
-        for name, param in self.model.named_parameters():
-            if param.grad is not None:
-                recorder.name_storage(param.grad, f"{name}.grad", "gradient")
-        capture = capture_real(
-            recorder,
-            timer,
-            self.model,
-            self.machine,
-            like=kind.capture.step,
-            signature=kind.signature,
-        )
-        self._busy = False
-        kind.capture, kind.recorded = capture, True
-        self._plan(kind)
-
-    def _watch_budget(self, peak: int) -> None:
-        if peak > self.budget["device"]:
+        replay_s = self.runner.replayer.seconds
+        kind.measurements.append(Measurement(seconds, peaks, stall_s, replay_s, moved))
+        peak = peaks.get("reserved", peaks.get("device", 0))
+        if peak > self.budget["device"] and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"legroom: the step took {format_bytes(peak)} of device memory, over the budget "
+                f"legroom: a step took {format_bytes(peak)} of device memory, over the budget "
                 f"of {format_bytes(self.budget['device'])}",
-                stacklevel=4,
+                stacklevel=5,
             )
+
+    def _calibrate(self, kind: Kind) -> None:
+        """Where a settled plan's time came out otherwise than predicted: learn why, plan again."""
+        assert kind.plan is not None and kind.capture is not None
+        off = kind.step_s - kind.plan.predicted.step_s
+        pressed = self.meter.pressed()
+        if abs(off) <= TOLERANCE * kind.step_s and not pressed:
+            return
+        kind.replans += 1
+        simulator = Simulator(kind.capture.step, self.machine)
+        busy_s = simulator.busy_s(kind.plan.actions)
+        if busy_s > TOLERANCE * kind.step_s:
+            contention = min(max(self.machine.contention + off / busy_s, 0.0), 2.0)
+            self.machine = msgspec.structs.replace(self.machine, contention=contention)
+        else:
+            kind.capture = rescaled(kind.capture, kind.step_s / kind.plan.predicted.step_s)
+        self._plan(kind)
 
     # -- reports -----------------------------------------------------------------------------
 
@@ -296,15 +324,14 @@ class Job:
         assert kind.capture is not None and kind.plan is not None
         unlimited = Simulator(kind.capture.step, self.machine).run([], "keep_all")
         return Comparison(
-            predicted=kind.plan.predicted, measured=measured(kind), unlimited=unlimited
+            predicted=kind.plan.predicted, measured=kind.measured(), unlimited=unlimited
         )
 
     def timeline(self, kind: Kind | None = None) -> Timeline:
         """The step over time as the simulator sees it under the plan in force."""
         kind = self._known(kind)
         assert kind.capture is not None and kind.plan is not None
-        simulator = Simulator(kind.capture.step, self.machine)
-        return predicted_timeline(simulator, kind.plan.actions)
+        return predicted_timeline(Simulator(kind.capture.step, self.machine), kind.plan.actions)
 
     def report(self) -> str:
         """Predicted beside measured, and what each action bought and cost, as text."""
@@ -323,38 +350,45 @@ class Job:
 
         kind = self._known(None)
         assert kind.capture is not None and kind.plan is not None
-        return write_page(
-            path, kind.capture.step, kind.plan, self.comparison(kind), self.timeline(kind)
-        )
-
-    def verify(self, closure: Callable[[], Tensor]) -> Verdict:
-        """Compare loss and gradients of a step with and without the plan, from the same state."""
-        if not self._planned(closure):
-            raise StepError("the closure ran no forward of the fitted model")
-        assert self.current is not None and self.current.plan is not None
-        exact = self.current.plan.exact
-        return verify_step(self.model, self.device, closure, self.step, exact_plan=exact)
-
-    def _planned(self, closure: Callable[[], Tensor]) -> bool:
-        """Run the step until its plan comes from a recording; states are left as found."""
-        keep = Snapshot(self.model, self.device)
-        try:
-            while True:
-                keep.restore()
-                for param in self.model.parameters():
-                    param.grad = None
-                with self.step():
-                    closure().backward()  # type: ignore[no-untyped-call]
-                if self.current is None or self.current.recorded:
-                    return self.current is not None
-        finally:
-            keep.restore()
+        step = kind.capture.step
+        return write_page(path, step, kind.plan, self.comparison(kind), self.timeline(kind))
 
     def _known(self, kind: Kind | None) -> Kind:
         kind = kind or self.current
         if kind is None or kind.plan is None or kind.capture is None:
             raise StepError("nothing to report yet: run a step first")
         return kind
+
+    # -- verify and close --------------------------------------------------------------------
+
+    def verify(self, closure: Callable[[], Tensor]) -> Verdict:
+        """Compare loss and gradients of a step with and without the plan, from the same state.
+
+        The unplanned step needs the memory it needs: the cap is lifted for it.
+        """
+        self.meter.uncap()
+        try:
+            self._settle(closure)
+            assert self.current is not None and self.current.plan is not None
+            exact = self.current.plan.exact
+            return verify_step(self.model, self.device, closure, self.step, exact_plan=exact)
+        finally:
+            self.meter.cap(self.budget["device"])
+
+    def _settle(self, closure: Callable[[], Tensor]) -> None:
+        """Run the step until its plan comes from a recording; states are left as found."""
+        keep = Snapshot(self.model, self.device)
+        try:
+            while self.current is None or not self.current.recorded:
+                keep.restore()
+                for param in self.model.parameters():
+                    param.grad = None
+                with self.step():
+                    closure().backward()  # type: ignore[no-untyped-call]
+                if self.current is None:
+                    raise StepError("the closure ran no forward of the fitted model")
+        finally:
+            keep.restore()
 
     def __enter__(self) -> "Job":
         return self
@@ -363,45 +397,10 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Take all hooks out of the model and give the tiers back."""
+        """Take all hooks out of the model, give the tiers back and lift the cap."""
         if not self._closed:
             self._closed = True
             self._hook.remove()
             self.runner.remove()
             self.tiers.close()
-
-
-def measured(kind: Kind) -> Outcome | None:
-    """What was measured under the plan in force; None before its first step."""
-    if not kind.seconds or kind.plan is None:
-        return None
-    peaks = {"device": 0}
-    for row in kind.peaks:
-        peaks |= {name: max(size, peaks.get(name, 0)) for name, size in row.items()}
-    return Outcome(
-        source="measured",
-        policy=kind.plan.policy,
-        peak_bytes=peaks,
-        step_s=median(kind.seconds[-25:]),
-        stall_s=median(kind.stalls[-25:]) if kind.stalls else 0.0,
-        moved_bytes=dict(kind.plan.predicted.moved_bytes),
-    )
-
-
-def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The model's own loss if it gives one, else a sum over all it returns."""
-    args, kwargs = batch
-    output = model(*args, **kwargs)
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    floats = [
-        x for x in tree_leaves(_plain(output)) if isinstance(x, Tensor) and x.requires_grad
-    ]
-    if not floats:
-        raise StepError("the model returned nothing that needs a gradient")
-    return torch.stack([x.float().sum() for x in floats]).sum()
-
-
-def _plain(output: Any) -> Any:
-    return dict(output) if isinstance(output, Mapping) else output
+            self.meter.uncap()

@@ -67,7 +67,9 @@ class Plan(Record, frozen=True, kw_only=True):
             if isinstance(action, Move) and not (
                 action.out_start <= action.out_wait <= action.in_start <= action.in_wait
             ):
-                raise RecordError(f"plan action {i}: the four positions of the move are not in order")
+                raise RecordError(
+                    f"plan action {i}: the four positions of the move are not in order"
+                )
             if isinstance(action, Compress) and action.codec not in CODECS:
                 raise RecordError(f"plan action {i}: unknown codec {action.codec!r}")
         return self

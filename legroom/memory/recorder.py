@@ -96,7 +96,7 @@ class Timer(Protocol):
         """It has run."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Log of one step; see `profile.build_step` for what is made of it."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         timer: Timer | None = None,
         run: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.timer = timer
         self.run = run or _call
@@ -261,6 +261,15 @@ class Recorder(TorchDispatchMode):
         self.backward_seen = True
         self.saved[row].unpacked.append(len(self.ops))
         self.last_unpacked = row
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let ops and module calls pass unseen."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     # -- modules -----------------------------------------------------------------------------
 

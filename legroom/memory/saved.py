@@ -68,12 +68,14 @@ def has_storage(tensor: Tensor) -> bool:
 
 def is_ours(tensor: Tensor, device: torch.device, weights: StorageTable[bool]) -> bool:
     """Whether a saved tensor is an activation on the device, and worth acting on."""
-    if tensor.device.type != device.type or not has_storage(tensor):
+    if type(tensor) is not Tensor and (isinstance(tensor, nn.Parameter) or not has_storage(tensor)):
         return False
-    if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+    if tensor.device.type != device.type or tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
-    return storage.nbytes() > SMALL_BYTES and weights.get(storage) is None
+    if storage.nbytes() <= SMALL_BYTES or weights.get(storage) is not None:
+        return False
+    return not (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
 
 
 @dataclass(frozen=True)

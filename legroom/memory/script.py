@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from legroom.memory.actions import CODECS, Move
-from legroom.memory.plan import Plan, find_variant
+from legroom.memory.actions import Move
+from legroom.memory.plan import Plan, find_variant, sources
 from legroom.memory.trace import FULL, Step, Variant
 
 ALIGN = 4096
@@ -29,6 +29,20 @@ class Due(NamedTuple):
     storage: int
 
 
+class Replay(NamedTuple):
+    """How a block runs again."""
+
+    name: str
+    first: int
+    num_ops: int
+    runs: frozenset[int] | None
+    """Offsets of the ops that run; None for all."""
+    wants: frozenset[int]
+    """Kept storages that stand in for ops that do not run."""
+    draws: bool
+    """Some op draws random numbers."""
+
+
 class Script:
     """Look-up tables of one plan on its step; holds no tensors and decides nothing."""
 
@@ -44,6 +58,7 @@ class Script:
         self.dropped = {s: b for b, v in self.variants.items() for s in v.drops}
         self.block_at = {(b.module, b.call): i for i, b in enumerate(step.blocks)}
         self.due = sorted(self._due())
+        self.replays: dict[int, Replay] = {b: self._replay(b) for b in self.variants}
         self.offsets, self.tier_bytes = self._layout()
 
     def _rows(self, block: int) -> list[Row]:
@@ -61,9 +76,22 @@ class Script:
             due.append(Due(m.in_start, IN_START, m.storage))
         return due
 
+    def _replay(self, b: int) -> "Replay":
+        block, variant = self.step.blocks[b], self.variants[b]
+        selective = variant.name != FULL
+        return Replay(
+            name=block.name,
+            first=block.first,
+            num_ops=block.last - block.first + 1,
+            runs=frozenset(i - block.first for i in variant.replays) if selective else None,
+            wants=frozenset(sources(self.step, b, variant)),
+            draws=any(op.random for op in self.step.ops[block.first : block.last + 1]),
+        )
+
     def _layout(self) -> tuple[dict[int, int], dict[str, int]]:
         """A slot of its own for each move: a graph kept for a second backward stays readable."""
-        offsets, used = {}, {}
+        offsets: dict[int, int] = {}
+        used: dict[str, int] = {}
         for m in self.plan.moves:
             offsets[m.storage] = used.get(m.tier, 0)
             size = self.step.storages[m.storage].num_bytes
@@ -74,12 +102,3 @@ class Script:
     def idle(self) -> bool:
         """Whether there is nothing to do at all."""
         return not self.plan.actions
-
-    @property
-    def lossy(self) -> bool:
-        """Whether gradients may differ from those of the unplanned step."""
-        return any(not CODECS[c].exact for c in self.codecs.values())
-
-    def is_selective(self, block: int) -> bool:
-        """Whether a block's replay skips ops."""
-        return block in self.variants and self.variants[block].name != FULL

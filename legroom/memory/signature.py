@@ -1,5 +1,6 @@
 """What makes two steps alike: shapes, dtypes, and the mode of the model."""
 
+import zlib
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ def signature_of(model: nn.Module, args: Any, kwargs: Any) -> str:
     parts = [_part(x) for x in leaves]
     grads = any(p.grad is not None for p in model.parameters())
     cast = ",".join(k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
-    flags = f"{'train' if model.training else 'eval'}{'+grads' if grads else ''}{'+' + cast if cast else ''}"
-    return f"{flags} {' '.join(parts)} #{hash(str(form)) & 0xFFFF:04x}"
+    flags = ["train" if model.training else "eval", *(["grads"] if grads else []), cast]
+    mark = zlib.crc32(str(form).encode()) & 0xFFFF
+    return f"{'+'.join(f for f in flags if f)} {' '.join(parts)} #{mark:04x}"
 
 
 def _part(leaf: Any) -> str:

@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
     position: int
     rank: int
-    index: int
+    which: int
 
 
 OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START = range(6)
@@ -152,6 +152,12 @@ class Simulator:
             peak_parts=self._peak_parts(shape, actions),
         )
 
+    def busy_s(self, actions: Sequence[Action]) -> float:
+        """Time the links are busy under these actions."""
+        play = Play(self, actions)
+        play.run()
+        return play.busy_s
+
     def time(self, actions: Sequence[Action]) -> float:
         """Step time alone."""
         return Play(self, actions).run()
@@ -219,10 +225,14 @@ class Play:
         return self.now_s + self.contended_s
 
     @property
+    def busy_s(self) -> float:
+        """Time the links were busy, all of them together."""
+        return sum(road.served_bytes / road.rate for road in self.roads.values())
+
+    @property
     def contended_s(self) -> float:
         """Time the device loses because copies share its memory or its cores."""
-        busy = sum(road.served_bytes / road.rate for road in self.roads.values())
-        return self.sim.machine.contention * busy
+        return self.sim.machine.contention * self.busy_s
 
     def _events(self) -> list[Event]:
         events = [Event(r.position, REPLAY, i) for i, r in enumerate(self.replays)]
@@ -238,7 +248,7 @@ class Play:
 
     def _fire(self, event: Event) -> None:
         self.traffic.advance(self.now_s)
-        i = event.index
+        i = event.which
         if event.rank == REPLAY:
             self._spend(self.replays[i].variant.replay_s, "recompute", i)
         elif event.rank == CODE:
@@ -261,7 +271,11 @@ class Play:
             # On the way out the device waits for the first hop alone.
             if len(hops) > 1:
                 self.transfers.append(
-                    (hops[1].name, move.storage, self.traffic.send(hops[1].name, size, move.storage))
+                    (
+                        hops[1].name,
+                        move.storage,
+                        self.traffic.send(hops[1].name, size, move.storage),
+                    )
                 )
             return first
         second = self.traffic.send(hops[1].name, size, move.storage)
@@ -327,7 +341,9 @@ def tier_peaks(step: Step, actions: Sequence[Action]) -> dict[str, int]:
     for a in actions:
         if isinstance(a, Move):
             size = step.storages[a.storage].num_bytes
-            marks.setdefault(a.tier, []).extend([(a.out_start, size), (step.storages[a.storage].death + 1, -size)])
+            marks.setdefault(a.tier, []).extend(
+                [(a.out_start, size), (step.storages[a.storage].death + 1, -size)]
+            )
     peaks = {}
     for tier, rows in marks.items():
         level = most = 0

@@ -1,13 +1,13 @@
 """The lower tiers of a running job: slabs and files, made once and as large as the plans need."""
 
 import tempfile
+from collections.abc import Mapping
 
 import torch
 
 from legroom.memory.mechanisms.disk import DiskFile
 from legroom.memory.mechanisms.lanes import Lanes, make_lanes
 from legroom.memory.mechanisms.pool import Slab
-from legroom.memory.script import Script
 
 STAGING_BYTES = 64 << 20
 """Pinned room through which bytes pass between a CUDA device and the disk."""
@@ -23,11 +23,11 @@ class Tiers:
         self._disk: DiskFile | None = None
         self._lanes: Lanes | None = None
 
-    def lanes_for(self, script: Script) -> Lanes | None:
-        """Lanes with room for a script's moves; None if it moves nothing."""
-        if not script.moves:
+    def lanes_for(self, room: Mapping[str, int]) -> Lanes | None:
+        """Lanes with this much room per tier; None if there is nothing to move."""
+        host, disk = room.get("host", 0), room.get("disk", 0)
+        if not host and not disk:
             return None
-        host, disk = script.tier_bytes.get("host", 0), script.tier_bytes.get("disk", 0)
         staging = STAGING_BYTES if disk and self.device.type == "cuda" else 0
         have_host = self._slab.num_bytes if self._slab else 0
         have_disk = self._disk.num_bytes if self._disk else 0
@@ -47,6 +47,11 @@ class Tiers:
     def lanes(self) -> Lanes | None:
         """The lanes now open."""
         return self._lanes
+
+    def drain(self) -> None:
+        """Let every copy under way end, and let go of what they held."""
+        if self._lanes is not None:
+            self._lanes.drain()
 
     def close(self) -> None:
         """Finish all copies and give everything back."""

@@ -61,8 +61,17 @@ def _levels(simulator: Simulator, actions: Sequence[Action]) -> Columns:
             away = max(step.storages[a.storage].release + 1, a.out_wait)
             _shift(deltas, step, a.storage, away, a.in_start, -1)
         elif isinstance(a, Compress):
-            _shift(deltas, step, a.storage, step.storages[a.storage].release + 1, step.first_use(a.storage), -1)
-            small = compressed_bytes(a.codec, step.storages[a.storage].num_bytes, step.storages[a.storage].dtype)
+            _shift(
+                deltas,
+                step,
+                a.storage,
+                step.storages[a.storage].release + 1,
+                step.first_use(a.storage),
+                -1,
+            )
+            small = compressed_bytes(
+                a.codec, step.storages[a.storage].num_bytes, step.storages[a.storage].dtype
+            )
             deltas["activation"][step.packed(a.storage)] += small
             deltas["activation"][step.storages[a.storage].death + 1] -= small
     for replay in simulator.replays(actions):

@@ -15,10 +15,14 @@ import torch
 from legroom.core.quiet import silenced
 from legroom.memory.recorder import RawOp
 
-
 SLEEP_CYCLES = 120_000_000
 """About 60 ms: longer than the host needs to enqueue a batch of recorded ops."""
 BATCH_OPS = 64
+
+
+def timing_event() -> torch.cuda.Event:
+    """An event that takes the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class CudaTimer:
@@ -38,8 +42,8 @@ class CudaTimer:
         if len(self._events) % BATCH_OPS == 0:
             torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(self.device)
-        begin = torch.cuda.Event(enable_timing=True)
-        self._events.append((begin, torch.cuda.Event(enable_timing=True)))
+        begin = timing_event()
+        self._events.append((begin, timing_event()))
         begin.record()
 
     def stop(self) -> None:
@@ -108,7 +112,10 @@ def memory_reports(into: list[tuple[int, int]]) -> Iterator[None]:
             profile.stop()
         results: Any = profile.profiler
         for event in results.kineto_results.events():
-            if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            if (
+                event.name() == "[memory]"
+                and event.device_type() == torch._C._autograd.DeviceType.CPU
+            ):
                 into.append((event.start_ns(), event.nbytes()))
         into.sort(key=lambda row: row[0])
 

@@ -20,7 +20,6 @@ import msgspec
 from legroom.core.errors import RecordError
 from legroom.core.files import Record
 
-
 FULL = "full"
 """The variant that drops all it can and runs the whole block again."""
 
@@ -180,7 +179,9 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
     @cached_property
     def turn(self) -> int:
         """The position where backward begins."""
-        return next((i for i, op in enumerate(self.ops) if op.phase != Phase.FORWARD), len(self.ops))
+        return next(
+            (i for i, op in enumerate(self.ops) if op.phase != Phase.FORWARD), len(self.ops)
+        )
 
     def packed(self, storage: int) -> int:
         """Position where the storage is first saved."""
@@ -211,7 +212,9 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
 
     def _check_touch(self, i: int, s: int) -> None:
         if not 0 <= s < len(self.storages):
-            raise RecordError(f"op {i} ({self.ops[i].name}) touches storage {s}, which is not there")
+            raise RecordError(
+                f"op {i} ({self.ops[i].name}) touches storage {s}, which is not there"
+            )
         storage = self.storages[s]
         if not storage.birth <= i <= storage.death:
             raise RecordError(

@@ -19,6 +19,9 @@ from legroom.memory.trace import FULL, Block, Kind, Op, Step, Variant
 
 MAX_VARIANTS = 8
 
+Points = dict[tuple[int, float], tuple[tuple[int, ...], tuple[int, ...]]]
+"""Hull points found: (bytes, seconds) to (drops, replays)."""
+
 
 def with_variants(step: Step) -> Step:
     """The step with variants filled in for every block that can be recomputed."""
@@ -46,7 +49,12 @@ def droppable(step: Step, b: int) -> list[int]:
         storage = step.storages[s]
         inside = block.first <= storage.birth <= block.last
         own = all(row.block == b for row in rows)
-        if inside and own and storage.kind == Kind.ACTIVATION and storage.release < step.first_use(s):
+        if (
+            inside
+            and own
+            and storage.kind == Kind.ACTIVATION
+            and storage.release < step.first_use(s)
+        ):
             found.append(s)
     return found
 
@@ -66,7 +74,9 @@ class _Graph:
         self.step, self.block, self.drops = step, block, drops
         self.ops: list[Op] = list(step.ops[block.first : block.last + 1])
         self.saved_here = {
-            s for s, rows in step.saves.items() if any(step.blocks[r.block] is block for r in rows if r.block >= 0)
+            s
+            for s, rows in step.saves.items()
+            if any(step.blocks[r.block] is block for r in rows if r.block >= 0)
         }
         self.writers: dict[int, list[int]] = {}
         for i, op in enumerate(self.ops):
@@ -111,7 +121,7 @@ class _Graph:
 def _shapes(graph: _Graph) -> list[_Shape]:
     """The hull of time against bytes, thinned; the last one drops everything."""
     everything = graph.solve(1.0)
-    points = {(0, 0.0): ((), ())}
+    points: Points = {(0, 0.0): ((), ())}
     _hull(graph, (0, 0.0), (everything[3], everything[2]), points, depth=5)
     points[everything[3], everything[2]] = everything[:2]
     total = max(everything[3], 1)
@@ -132,7 +142,7 @@ def _hull(
     graph: _Graph,
     low: tuple[int, float],
     high: tuple[int, float],
-    points: dict[tuple[int, float], tuple[tuple[int, ...], tuple[int, ...]]],
+    points: Points,
     depth: int,
 ) -> None:
     """Fill in the hull between two known points: the price at which both are worth the same."""
@@ -179,5 +189,7 @@ def _replay_peak(graph: _Graph, drops: set[int], replays: set[int], last: int) -
         end = last if s in drops else min(storage.release, last)
         level[storage.birth - first] += storage.num_bytes
         level[end - first + 1] -= storage.num_bytes
-    scratch = [graph.step.ops[i].workspace_bytes if i in replays else 0 for i in range(first, last + 1)]
+    scratch = [
+        graph.step.ops[i].workspace_bytes if i in replays else 0 for i in range(first, last + 1)
+    ]
     return int((np.cumsum(level)[:-1] + np.array(scratch, dtype=np.int64)).max())

@@ -354,11 +354,14 @@ def test_selective_replays_run_as_traced(make: Any) -> None:
     rig = Rig(stack(make), batch)
     actions = selective(rig.step)
     assert any(a.variant != FULL for a in actions)  # type: ignore[union-attr]
-    plain = rig.plain()
+    plain, calls = rig.plain(), []
+    for block in rig.model:  # type: ignore[attr-defined]
+        first = next(block.children())
+        first.register_forward_pre_hook(lambda module, _: calls.append(module))
     rig.install(actions)
     assert_same(rig.planned(), plain)
-    assert not rig.runner._barred
     rig.close()
+    assert len(calls) == 2 * len(actions), "a replay was begun anew"
 
 
 def test_saved_tensors_of_a_branch_that_goes_nowhere() -> None:

@@ -8,7 +8,6 @@ The runtime itself keeps only weak references, so nothing is left behind by a st
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from legroom.memory.mechanisms.compress import Packed
@@ -104,4 +103,3 @@ def check_version(tensor: Tensor, version: int) -> None:
             "operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."
         )
-

@@ -9,7 +9,7 @@ hand them out, those nobody needs give memory without values.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from legroom.core.errors import StepError
 from legroom.memory.mechanisms.entry import Entry, Handle, Kept
 from legroom.memory.recorder import is_silent, op_name
 from legroom.memory.saved import ViewOf
+from legroom.memory.script import Replay
 
 
 class StopReplay(Exception):
@@ -46,24 +47,49 @@ class OpForm:
     """It only changes buffers, which a replay leaves alone."""
 
 
-@dataclass
+class Held:
+    """An argument of a block, kept for its replay: by handle if its storage leaves the device."""
+
+    __slots__ = ("grad", "handle", "kept")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.kept: Kept | None = Kept(tensor.detach())
+        self.handle: Handle | None = None
+        self.grad = tensor.requires_grad
+
+
+@dataclass(slots=True)
 class Frame:
     """One call of a block that will be run again."""
 
     block: int
-    name: str
+    how: Replay
     module: nn.Module
     args: Any
-    """(args, kwargs) with tensors replaced by what `hold` made of them."""
+    """(args, kwargs) with each tensor as a Held."""
+    held: list[Held]
     rng: "RandomState | None"
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    cache: bool
-    dropped: "list[weakref.ref[Entry]]"
+    autocast: "Autocast"
+    dropped: "list[weakref.ref[Entry]]" = field(default_factory=list)
     """What it dropped; weak, for each entry holds its frame (see [Note: ownership])."""
-    wants: frozenset[int]
-    """Kept storages that a selective replay hands out."""
-    sources: dict[int, Kept | Handle]
-    """Those of them at hand; held until the replay, even if backward is done with them."""
+    sources: dict[int, Kept | Handle] = field(default_factory=dict)
+    """Kept storages at hand for the replay; held until then, even if backward is done with them."""
+
+
+def open_frame(
+    block: int, how: Replay, module: nn.Module, args: Any, device: torch.device
+) -> Frame:
+    """Remember a call that is about to run."""
+    held: list[Held] = []
+
+    def hold(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        held.append(Held(leaf))
+        return held[-1]
+
+    rng = RandomState.take(device) if how.draws else None
+    return Frame(block, how, module, tree_map(hold, args), held, rng, autocast_state(device))
 
 
 @dataclass(frozen=True)
@@ -86,11 +112,16 @@ class RandomState:
             torch.cuda.set_rng_state(self.device, device)
 
 
-def autocast_state() -> tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]:
-    """Autocast of each device type now, and whether casts of weights are cached."""
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    rows = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-    return rows, torch.is_autocast_cache_enabled()
+Autocast = tuple[tuple[str, bool, torch.dtype, bool], ...]
+
+
+def autocast_state(device: torch.device) -> Autocast:
+    """Autocast of CPU and device now, and whether casts of weights are cached."""
+    kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
+    cached = torch.is_autocast_cache_enabled()
+    return tuple(
+        (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), cached) for k in kinds
+    )
 
 
 @contextlib.contextmanager
@@ -101,65 +132,81 @@ def as_it_was(frame: Frame, device: torch.device) -> Iterator[None]:
             now = RandomState.take(device)
             stack.callback(now.put, device)
             frame.rng.put(device)
-        for kind, enabled, dtype in frame.autocast:
-            cast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=frame.cache)
-            stack.enter_context(cast)
-        stack.enter_context(statistics_frozen(frame.module))
+        for then, now_on in zip(frame.autocast, autocast_state(device), strict=True):
+            kind, enabled, dtype, cached = then
+            if then != now_on or enabled:
+                cast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
+                stack.enter_context(cast)
+        stack.enter_context(_statistics(frame.module).frozen())
         yield
 
 
-@contextlib.contextmanager
-def statistics_frozen(module: nn.Module) -> Iterator[None]:
-    """Keep the module's buffers from changing: a replay must not count a batch twice."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    theirs = {id(b) for m in norms for b in m.buffers(recurse=False)}
-    others = [(b, b.detach().clone()) for b in module.buffers() if id(b) not in theirs]
-    for norm in norms:
-        # In training mode the layer then uses batch statistics, as before, and stores none.
-        norm.track_running_stats = not norm.training
-    try:
-        yield
-    finally:
+class Statistics:
+    """The buffers of a module that a forward may change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+        theirs = {id(b) for m in self.norms for b in m.buffers(recurse=False)}
+        self.others = [b for b in module.buffers() if id(b) not in theirs]
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Keep the buffers from changing: a replay must not count a batch twice."""
+        copies = [b.detach().clone() for b in self.others]
+        norms = [m for m in self.norms if m.training and m.track_running_stats]
         for norm in norms:
-            norm.track_running_stats = True
-        with torch.no_grad():
-            for buffer, copy in others:
-                if not torch.equal(buffer, copy) if buffer.device.type == "cpu" else True:
+            # In training mode the layer then uses batch statistics, as before, and stores none.
+            norm.track_running_stats = False
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.track_running_stats = True
+            with torch.no_grad():
+                for buffer, copy in zip(self.others, copies, strict=True):
                     buffer.copy_(copy)
+
+
+_known_statistics: "weakref.WeakKeyDictionary[nn.Module, Statistics]" = weakref.WeakKeyDictionary()
+
+
+def _statistics(module: nn.Module) -> Statistics:
+    found = _known_statistics.get(module)
+    if found is None:
+        found = _known_statistics[module] = Statistics(module)
+    return found
 
 
 def replay(
     frame: Frame,
     device: torch.device,
-    open_args: Callable[[Any], Any],
+    arguments: Any,
     catch: Callable[[Tensor], None],
     mode: "SelectiveMode | None",
 ) -> None:
     """Run the block's forward again; `catch` gets each saved tensor and may raise StopReplay."""
-    args, kwargs = tree_map(open_args, frame.args)
-
-    def pack(tensor: Tensor) -> None:
-        catch(tensor)
+    args, kwargs = arguments
 
     def unpack(_: object) -> Tensor:
-        raise StepError(f"backward through the replay of {frame.name} itself is not supported")
+        raise StepError(f"backward through the replay of {frame.how.name} itself is not supported")
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)  # type: ignore[arg-type]
-    with as_it_was(frame, device), torch.enable_grad(), hooks, mode or contextlib.nullcontext():
-        with contextlib.suppress(StopReplay):
-            frame.module.forward(*args, **kwargs)
+    hooks = torch.autograd.graph.saved_tensors_hooks(catch, unpack)
+    stop = contextlib.suppress(StopReplay)
+    skip = mode or contextlib.nullcontext()
+    with stop, as_it_was(frame, device), torch.enable_grad(), hooks, skip:
+        frame.module.forward(*args, **kwargs)
 
 
-class SelectiveMode(TorchDispatchMode):
+class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Run only some ops of a block; the others give kept results, or room without values."""
 
     def __init__(
         self,
         forms: list[OpForm],
-        runs: set[int],
+        runs: frozenset[int],
         kept: Callable[[int], Tensor | None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.forms, self.runs, self.kept = forms, runs, kept
         self.next = 0
         self._off = False

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from legroom.memory.actions import Action, Compress, Move, Recompute, CODECS
+from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.swap_all import movable
@@ -68,12 +68,16 @@ def _search(problem: Problem, program: Program, share: float) -> list[Action] | 
 def realise(problem: Problem, answer: Answer) -> list[Action]:
     """Whole actions with positions, from the program's answer."""
     recomputes = [Recompute(block=b, variant=v) for b, v in answer.variants.items()]
-    wants, debt = [], 0.0
+    shares: dict[int, dict[str, float]] = {}
     for (storage, tier), share in answer.moves.items():
-        debt += share * problem.step.storages[storage].num_bytes
-        if debt >= 0.5 * problem.step.storages[storage].num_bytes:
-            debt -= problem.step.storages[storage].num_bytes
-            wants.append(Want(storage, tier))
+        shares.setdefault(storage, {})[tier] = share
+    wants, debt = [], 0.0
+    for storage, by_tier in shares.items():
+        size = problem.step.storages[storage].num_bytes
+        debt += sum(by_tier.values()) * size
+        if debt >= 0.5 * size:
+            debt -= size
+            wants.append(Want(storage, max(by_tier, key=lambda t: by_tier[t])))
     moves = schedule(problem.simulator, wants, recomputes)
     moves = tighten(problem.simulator, moves, recomputes, problem.limit)
     return [*recomputes, *moves]

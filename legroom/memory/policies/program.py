@@ -16,7 +16,7 @@ SLOTS = 96
 TIME_LIMIT_S = 0.8
 GAP = 0.004
 MOVE_PRICE = 0.01
-"""Seconds a second on the link is worth at least: of two plans alike, take the one that moves less."""
+"""A second on the link costs at least this: of two plans alike, take the one that moves less."""
 
 
 @dataclass(frozen=True)

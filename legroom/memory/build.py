@@ -1,0 +1,190 @@
+"""Make a trace of what a recorder saw."""
+
+from collections.abc import Callable
+
+from legroom.machine.spec import Machine
+from legroom.memory.mechanisms.recompute import OpForm
+from legroom.memory.recorder import RawCall, RawOp, RawStorage, Recorder
+from legroom.memory.roofline import op_time
+from legroom.memory.trace import Block, Kind, Op, Phase, Saved, Step, Storage
+
+
+def build_step(
+    recorder: Recorder,
+    calls: list[RawCall],
+    *,
+    model: str,
+    machine: Machine,
+    capture: str = "fake",
+    signature: str = "",
+) -> Step:
+    """The trace of a recorded step, with these calls as its blocks (variants not yet made)."""
+    end = len(recorder.ops)
+    saved, block_of_row = _saved_rows(recorder, calls)
+    held = {row.storage for row in saved}
+    storages = tuple(_storage(s, i in held, end) for i, s in enumerate(recorder.storages))
+    block_of_op = _block_of_op(calls)
+    ops = tuple(
+        _op(raw, storages, machine, block_of_op.get(i, block_of_row(raw)), capture)
+        for i, raw in enumerate(recorder.ops)
+    )
+    blocks = _blocks(recorder, calls, storages)
+    return Step(
+        model=model,
+        signature=signature,
+        machine=machine.name,
+        capture=capture,
+        ops=ops,
+        storages=storages,
+        saved=saved,
+        blocks=blocks,
+    ).check()
+
+
+def _saved_rows(
+    recorder: Recorder, calls: list[RawCall]
+) -> tuple[tuple[Saved, ...], Callable[[RawOp], int]]:
+    owner = [-1] * len(recorder.saved)
+    for b, call in enumerate(calls):
+        for row in range(call.first_saved, call.last_saved + 1):
+            owner[row] = b
+    counts: dict[int, int] = {}
+    rows = []
+    for raw, block in zip(recorder.saved, owner, strict=True):
+        ordinal = counts.get(block, 0)
+        counts[block] = ordinal + 1
+        rows.append(Saved(raw.storage, block, ordinal, raw.packed, tuple(raw.unpacked)))
+
+    def block_of(raw: RawOp) -> int:
+        backward = raw.phase == Phase.BACKWARD and raw.unpacked >= 0
+        return owner[raw.unpacked] if backward else -1
+
+    return tuple(rows), block_of
+
+
+def _block_of_op(calls: list[RawCall]) -> dict[int, int]:
+    return {i: b for b, call in enumerate(calls) for i in range(call.first_op, call.last_op + 1)}
+
+
+def _storage(raw: RawStorage, is_saved: bool, end: int) -> Storage:
+    death = end if raw.death is None or raw.lives > 0 else raw.death
+    birth, release = raw.birth, death if raw.release is None else raw.release
+    if raw.role in ("weight", "state"):
+        birth, release, death = -1, end, end
+    death = max(birth, death)
+    release = min(max(release, birth - 1), death) if is_saved else death
+    return Storage(raw.name, raw.num_bytes, _kind(raw, is_saved), birth, release, death, raw.dtype)
+
+
+def _kind(raw: RawStorage, is_saved: bool) -> Kind:
+    if raw.role:
+        return Kind(raw.role)
+    if raw.birth < 0:
+        return Kind.INPUT
+    return Kind.ACTIVATION if is_saved else Kind.TEMPORARY
+
+
+def _op(
+    raw: RawOp, storages: tuple[Storage, ...], machine: Machine, block: int, capture: str
+) -> Op:
+    traffic = sum(storages[s].num_bytes for s in (*raw.reads, *raw.writes))
+    time_s = op_time(machine, raw.flops, traffic, raw.dtype) if capture == "fake" else raw.time_s
+    return Op(
+        raw.name,
+        raw.module,
+        raw.phase,
+        block,
+        time_s,
+        tuple(raw.reads),
+        tuple(raw.writes),
+        raw.workspace_bytes,
+        raw.flops,
+        traffic,
+        raw.random,
+    )
+
+
+def _blocks(
+    recorder: Recorder, calls: list[RawCall], storages: tuple[Storage, ...]
+) -> tuple[Block, ...]:
+    groups: dict[object, int] = {}
+    blocks = []
+    for call in calls:
+        ops = recorder.ops[call.first_op : call.last_op + 1]
+        outside = dict.fromkeys(
+            s
+            for op in ops
+            for s in op.reads
+            if storages[s].birth < call.first_op and storages[s].kind != Kind.WEIGHT
+        )
+        form = tuple((o.name, tuple(storages[s].num_bytes for s in o.writes)) for o in ops)
+        blocks.append(
+            Block(
+                module=call.path,
+                call=call.call,
+                group=groups.setdefault(form, len(groups)),
+                first=call.first_op,
+                last=call.last_op,
+                inputs=tuple(outside),
+                barred=_barred(call, ops, recorder, storages),
+            )
+        )
+    return tuple(blocks)
+
+
+def _barred(
+    call: RawCall, ops: list[RawOp], recorder: Recorder, storages: tuple[Storage, ...]
+) -> str:
+    """Why a second run of these ops would not be the same, or would change something."""
+    buffers = {recorder.sid(b, -1) for b in call.module.buffers()}
+    for op in ops:
+        if op.sealed:
+            return f"{op.name} draws from a generator of its own"
+        for s in op.writes:
+            if storages[s].birth < call.first_op and s not in buffers:
+                return f"{op.name} changes {storages[s].name or 'its input'} in place"
+    return ""
+
+
+def op_forms(recorder: Recorder) -> dict[int, OpForm]:
+    """Name and results of each op of the forward."""
+    return {
+        i: OpForm(
+            name=op.name,
+            results=tuple(view for view, _ in op.results),
+            storages=tuple(s for _, s in op.results),
+            single=op.single,
+            bookkeeping=bool(op.writes)
+            and all(recorder.storages[s].role == "weight" for s in op.writes),
+        )
+        for i, op in enumerate(recorder.ops)
+        if op.phase == Phase.FORWARD
+    }
+
+
+def same_calls(recorder: Recorder, like: Step) -> list[RawCall]:
+    """Calls of the modules that are blocks in another trace of the model, however often called."""
+    wanted = {b.module for b in like.blocks}
+    ran = (c for c in recorder.calls if c.grad and c.last_op >= c.first_op)
+    return [c for c in ran if c.path in wanted]
+
+
+def set_releases(recorder: Recorder, like: Step | None) -> None:
+    """Where kept storages would be free: as the fake trace says, or after the last access."""
+    known: dict[int, int] = {}
+    if like is not None:
+        for mine, theirs in zip(recorder.saved, like.saved, strict=False):
+            storage = like.storages[theirs.storage]
+            if recorder.storages[mine.storage].num_bytes != storage.num_bytes:
+                break
+            if mine.packed == theirs.packed and storage.release < like.turn:
+                known[mine.storage] = storage.release
+    last: dict[int, int] = {}
+    for i, op in enumerate(recorder.ops):
+        if op.phase == Phase.FORWARD:
+            last.update(dict.fromkeys((*op.reads, *op.writes), i))
+    for sid in {row.storage for row in recorder.saved}:
+        raw = recorder.storages[sid]
+        held_to_end = raw.release is None or recorder.ops[raw.release].phase != Phase.FORWARD
+        if raw.birth >= 0 and held_to_end:
+            raw.release = known.get(sid, last.get(sid, raw.birth))

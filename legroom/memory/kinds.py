@@ -1,0 +1,79 @@
+"""The kinds of step a job has met: visits, trace, plan, and what was measured of each."""
+
+from dataclasses import dataclass, field
+from statistics import median
+
+import msgspec
+
+from legroom.core.outcome import Outcome
+from legroom.memory.plan import Plan
+from legroom.memory.profile import Capture
+from legroom.memory.script import Script
+from legroom.memory.trace import Step
+from legroom.memory.variants import with_variants
+
+WINDOW = 25
+"""Measured steps that count for a report."""
+
+
+@dataclass
+class Measurement:
+    """One step as measured from outside the runtime."""
+
+    seconds: float
+    peaks: dict[str, int]
+    """Bytes by name: "device", and "reserved" where the allocator tells; empty if not taken."""
+    stall_s: float
+    replay_s: float
+    moved_bytes: dict[str, int]
+
+
+@dataclass
+class Kind:
+    """One signature of step."""
+
+    signature: str
+    visits: int = 0
+    capture: Capture | None = None
+    plan: Plan | None = None
+    script: Script | None = None
+    recorded: bool = False
+    """Whether the trace comes from a real step."""
+    replans: int = 0
+    measurements: list[Measurement] = field(default_factory=list)
+
+    @property
+    def static_bytes(self) -> int:
+        """What is on the device before the step begins."""
+        assert self.capture is not None
+        return sum(s.num_bytes for s in self.capture.step.storages if s.birth < 0)
+
+    @property
+    def step_s(self) -> float:
+        """Median step time under the plan in force."""
+        return median(m.seconds for m in self.measurements[-WINDOW:])
+
+    def measured(self) -> Outcome | None:
+        """What was measured under the plan in force; None before its first step."""
+        if not self.measurements or self.plan is None:
+            return None
+        rows = self.measurements[-WINDOW:]
+        peaks = {"device": 0}
+        for row in rows:
+            peaks |= {name: max(size, peaks.get(name, 0)) for name, size in row.peaks.items()}
+        return Outcome(
+            source="measured",
+            policy=self.plan.policy,
+            peak_bytes=peaks,
+            step_s=self.step_s,
+            stall_s=median(m.stall_s for m in rows),
+            recompute_s=median(m.replay_s for m in rows),
+            moved_bytes=rows[-1].moved_bytes,
+        )
+
+
+def rescaled(capture: Capture, factor: float) -> Capture:
+    """The same trace with every op slower or faster by a factor."""
+    ops = tuple(msgspec.structs.replace(op, time_s=op.time_s * factor) for op in capture.step.ops)
+    step: Step = msgspec.structs.replace(capture.step, ops=ops)
+    return Capture(with_variants(step), capture.forms)

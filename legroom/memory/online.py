@@ -1,0 +1,56 @@
+"""Decide as memory fills: send away what was saved first, for steps that have no plan.
+
+Backward asks for saved tensors in about the reverse order of their saving, so what was saved
+first is needed last: evicting the oldest is what a look into the future would choose.
+"""
+
+import weakref
+from collections import deque
+
+from legroom.core.errors import TierError
+from legroom.core.units import format_bytes
+from legroom.memory.mechanisms.entry import Entry, State
+from legroom.memory.mechanisms.mover import Mover
+from legroom.memory.mechanisms.pool import FreeList
+from legroom.memory.mechanisms.tickets import Place
+
+PAGE_BYTES = 4096
+
+
+class Evictor:
+    """Bounds the bytes of saved tensors on the device."""
+
+    def __init__(self, limit_bytes: int, tier: str, tier_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.tier = tier
+        self._free = FreeList(tier_bytes, align=PAGE_BYTES)
+        self._here: deque[weakref.ref[Entry]] = deque()
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of saved tensors on the device now."""
+        return sum(self._sizes.values())
+
+    def add(self, entry: Entry, mover: Mover) -> None:
+        """A storage was saved: take it in, and make room for it if need be."""
+        self._here.append(weakref.ref(entry))
+        self._sizes[id(entry)] = entry.num_bytes
+        weakref.finalize(entry, self._sizes.pop, id(entry), None)
+        while self.held_bytes > self.limit_bytes and self._here:
+            oldest = self._here.popleft()()
+            if oldest is not None and oldest is not entry and oldest.state is State.HERE:
+                self._evict(oldest, mover)
+
+    def _evict(self, entry: Entry, mover: Mover) -> None:
+        offset = self._free.take(entry.num_bytes)
+        if offset is None:
+            raise TierError(
+                f"the {self.tier} tier is full: no room for {format_bytes(entry.num_bytes)} more. "
+                f"Give it a larger budget (budget={{'device': ..., '{self.tier}': ...}})"
+            )
+        entry.place = Place(self.tier, offset, entry.num_bytes)
+        weakref.finalize(entry, self._free.give, offset)
+        mover.copy_out(entry)
+        mover.leave(entry)
+        self._sizes.pop(id(entry), None)
