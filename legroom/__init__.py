@@ -19,16 +19,15 @@ from legroom.memory.plan import Plan
 from legroom.memory.trace import Step
 
 if TYPE_CHECKING:
-    from legroom.api import estimate, fit, trace, verify
+    from legroom.api import Job, estimate, fit, trace, verify
     from legroom.machine.probe import probe
-    from legroom.memory.job import Job
     from legroom.memory.planner import make_plan
     from legroom.memory.verify import Verdict
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Job": "legroom.memory.job",
+    "Job": "legroom.api",
     "Verdict": "legroom.memory.verify",
     "estimate": "legroom.api",
     "fit": "legroom.api",

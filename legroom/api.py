@@ -13,14 +13,36 @@ from legroom.core.outcome import Outcome
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
-from legroom.memory.job import Job
+from legroom.memory.job import MemoryJob
 from legroom.memory.planner import POLICIES, make_plan
 from legroom.memory.profile import STATE_RULES, LossFn, capture_fake, stand_in_loss
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
 from legroom.memory.verify import Verdict
+from legroom.views.page import write_page
+from legroom.views.table import comparison_table, costs_table, to_text
 
 Budget = str | int | Mapping[str, str | int]
+
+
+class Job(MemoryJob):
+    """A model whose steps keep a budget, with its reports. Made by `legroom.fit`."""
+
+    def report(self) -> str:
+        """Predicted beside measured, and what each action bought and cost, as text."""
+        kind = self.known()
+        comparison = self.comparison(kind)
+        text = to_text(comparison_table(comparison, kind.plan))
+        if comparison.predicted.costs:
+            text += "\n" + to_text(costs_table(comparison.predicted))
+        return text
+
+    def page(self, path: str | Path) -> Path:
+        """Write the report as one HTML file."""
+        kind = self.known()
+        assert kind.capture is not None and kind.plan is not None
+        step = kind.capture.step
+        return write_page(path, step, kind.plan, self.comparison(kind), self.timeline(kind))
 
 
 def fit(

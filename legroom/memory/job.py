@@ -10,8 +10,7 @@ stand beside the predicted ones, and a plan whose time comes out otherwise is ma
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -50,8 +49,8 @@ TOLERANCE = 0.04
 """A step time off by more than this makes the plan be made anew."""
 
 
-class Job:
-    """A model whose steps keep a budget. Made by `legroom.fit`."""
+class MemoryJob:
+    """A model whose steps keep a budget."""
 
     def __init__(
         self,
@@ -320,7 +319,7 @@ class Job:
 
     def comparison(self, kind: Kind | None = None) -> Comparison:
         """Predicted beside measured for a signature (the last one run by default)."""
-        kind = self._known(kind)
+        kind = self.known(kind)
         assert kind.capture is not None and kind.plan is not None
         unlimited = Simulator(kind.capture.step, self.machine).run([], "keep_all")
         return Comparison(
@@ -329,31 +328,12 @@ class Job:
 
     def timeline(self, kind: Kind | None = None) -> Timeline:
         """The step over time as the simulator sees it under the plan in force."""
-        kind = self._known(kind)
+        kind = self.known(kind)
         assert kind.capture is not None and kind.plan is not None
         return predicted_timeline(Simulator(kind.capture.step, self.machine), kind.plan.actions)
 
-    def report(self) -> str:
-        """Predicted beside measured, and what each action bought and cost, as text."""
-        from legroom.views.table import comparison_table, costs_table, to_text
-
-        kind = self._known(None)
-        comparison = self.comparison(kind)
-        text = to_text(comparison_table(comparison, kind.plan))
-        if comparison.predicted.costs:
-            text += "\n" + to_text(costs_table(comparison.predicted))
-        return text
-
-    def page(self, path: str) -> Path:
-        """Write the report as one HTML file."""
-        from legroom.views.page import write_page
-
-        kind = self._known(None)
-        assert kind.capture is not None and kind.plan is not None
-        step = kind.capture.step
-        return write_page(path, step, kind.plan, self.comparison(kind), self.timeline(kind))
-
-    def _known(self, kind: Kind | None) -> Kind:
+    def known(self, kind: Kind | None = None) -> Kind:
+        """A kind that has a plan, the last one run by default; raises StepError before that."""
         kind = kind or self.current
         if kind is None or kind.plan is None or kind.capture is None:
             raise StepError("nothing to report yet: run a step first")
@@ -390,7 +370,7 @@ class Job:
         finally:
             keep.restore()
 
-    def __enter__(self) -> "Job":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
