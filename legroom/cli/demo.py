@@ -18,7 +18,7 @@ from legroom.views.table import comparison_table, over_budget
 if TYPE_CHECKING:
     import torch
 
-    from legroom.memory.job import Job
+    from legroom.api import Job
 
 SHARE = 0.4
 """Of the memory a step takes above what is there before it."""

@@ -27,7 +27,7 @@ from legroom.core.errors import StepError
 from legroom.views.table import comparison_table, costs_table
 
 if TYPE_CHECKING:
-    from legroom.memory.job import Job
+    from legroom.api import Job
     from legroom.memory.kinds import Kind
 
 NUM_STEPS = 6

@@ -9,9 +9,9 @@ from legroom.core.outcome import Outcome
 if TYPE_CHECKING:
     import torch
 
+    from legroom.api import Job
     from legroom.examples import Job as Example
     from legroom.memory.device import Meter
-    from legroom.memory.job import Job
 
 VISITS = ("planning from fake tensors", "recording", "measuring")
 """What a job does in its first step, its second, and all later ones."""

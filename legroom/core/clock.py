@@ -12,11 +12,13 @@ from collections.abc import Mapping
 class Transfer:
     """Bytes on their way; `done_s` is set when the last one has arrived."""
 
-    __slots__ = ("done_s", "label", "left", "started_s")
+    __slots__ = ("after", "done_s", "label", "left", "started_s")
 
-    def __init__(self, num_bytes: float, label: int) -> None:
+    def __init__(self, num_bytes: float, label: int, after: "Transfer | None" = None) -> None:
         self.left = float(num_bytes)
         self.label = label
+        self.after = after
+        """Another transfer that must be done before this one may begin."""
         self.started_s = -1.0
         self.done_s = -1.0
 
@@ -41,15 +43,19 @@ class Traffic:
         self._roads = dict(roads)
         self._caps = dict(caps)
         self._busy: list[Road] = []
+        self._waiting: list[Road] = []
+        """Roads whose first transfer waits for another road's."""
 
-    def send(self, road: str, num_bytes: float, label: int = 0) -> Transfer:
-        """Queue a transfer on a road at the present moment."""
-        line, transfer = self._roads[road], Transfer(num_bytes, label)
+    def send(
+        self, road: str, num_bytes: float, label: int = 0, after: Transfer | None = None
+    ) -> Transfer:
+        """Queue a transfer on a road at the present moment; it begins when `after` is done."""
+        line, transfer = self._roads[road], Transfer(num_bytes, label, after)
         line.served_bytes += num_bytes
         line.queue.append(transfer)
         if len(line.queue) == 1:
-            self._begin(line)
-            self._busy.append(line)
+            self._waiting.append(line)
+            self._begin_ready()
         return transfer
 
     def advance(self, until_s: float) -> None:
@@ -64,9 +70,14 @@ class Traffic:
             self._flow(float("inf"))
         return transfer.done_s
 
-    def _begin(self, line: Road) -> None:
-        line.wait_s = line.latency_s
-        line.queue[0].started_s = self.now_s
+    def _begin_ready(self) -> None:
+        """Start the first transfer of each road that has nothing more to wait for."""
+        for line in list(self._waiting):
+            head = line.queue[0]
+            if head.after is None or head.after.done_s >= 0:
+                self._waiting.remove(line)
+                self._busy.append(line)
+                line.wait_s, head.started_s = line.latency_s, self.now_s
 
     def _flow(self, until_s: float) -> None:
         """Move to the next completion, or to `until_s` if that comes first."""
@@ -75,24 +86,26 @@ class Traffic:
         for line, rate in zip(self._busy, rates, strict=True):
             step = min(step, line.wait_s + line.queue[0].left / rate)
         self.now_s += step
-        for line, rate in zip(self._busy, rates, strict=True):
+        for line, rate in zip(list(self._busy), rates, strict=True):
             self._serve(line, rate, step)
-        self._busy = [line for line in self._busy if line.queue]
+        self._begin_ready()
 
     def _serve(self, line: Road, rate: float, step: float) -> None:
         waited = min(line.wait_s, step)
         line.wait_s -= waited
         head = line.queue[0]
         head.left -= (step - waited) * rate
-        if head.left <= 1e-6 * rate * 1e-6 or head.left < 0.5:
+        if head.left < 0.5:
             head.done_s = self.now_s
             line.queue.popleft()
+            self._busy.remove(line)
             if line.queue:
-                self._begin(line)
+                self._waiting.append(line)
 
     def _rate(self, line: Road) -> float:
         cap = self._caps.get(line.root) if line.root else None
         if cap is None or len(self._busy) == 1:
             return line.rate
-        together = sum(x.rate for x in self._busy if x.root == line.root)
+        moving = (x for x in self._busy if x.wait_s <= 0 or x is line)
+        together = sum(x.rate for x in moving if x.root == line.root)
         return line.rate if together <= cap else line.rate * cap / together

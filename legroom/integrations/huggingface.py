@@ -19,9 +19,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from legroom.api import Budget
+from legroom.api import Budget, Job
 from legroom.integrations.steps import JobSteps, log
-from legroom.memory.job import Job
 
 try:
     from transformers import TrainerCallback

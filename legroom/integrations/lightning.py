@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from legroom.api import Budget
+from legroom.api import Budget, Job
 from legroom.core.errors import InputError, UnknownName
 from legroom.integrations.steps import JobSteps, log
-from legroom.memory.job import Job
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

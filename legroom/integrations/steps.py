@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from legroom.api import fit
+from legroom.api import Job, fit
 from legroom.core.units import format_bytes, format_seconds
-from legroom.memory.job import Job
 
 log = logging.getLogger("legroom")
 

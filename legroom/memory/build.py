@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from legroom.machine.spec import Machine
 from legroom.memory.mechanisms.recompute import OpForm
 from legroom.memory.recorder import RawCall, RawOp, RawStorage, Recorder
@@ -136,13 +138,23 @@ def _barred(
     call: RawCall, ops: list[RawOp], recorder: Recorder, storages: tuple[Storage, ...]
 ) -> str:
     """Why a second run of these ops would not be the same, or would change something."""
-    buffers = {recorder.sid(b, -1) for b in call.module.buffers()}
+    norms = (m for m in call.module.modules() if isinstance(m, _BatchNorm))
+    statistics = {recorder.sid(b, -1) for m in norms for b in m.buffers(recurse=False)}
+    given = set(call.inputs)
     for op in ops:
         if op.sealed:
             return f"{op.name} draws from a generator of its own"
         for s in op.writes:
-            if storages[s].birth < call.first_op and s not in buffers:
+            if storages[s].birth < call.first_op and s not in statistics:
                 return f"{op.name} changes {storages[s].name or 'its input'} in place"
+        for s in op.reads:
+            foreign = storages[s].birth < call.first_op and storages[s].kind != Kind.WEIGHT
+            if foreign and s not in given:
+                return f"{op.name} reads {storages[s].name or 'a tensor'}, which is no argument"
+    for op in recorder.ops[call.last_op + 1 :]:
+        changed = given.intersection(op.writes) if op.phase == Phase.FORWARD else ()
+        if changed:
+            return f"{op.name} changes its input in place afterwards"
     return ""
 
 

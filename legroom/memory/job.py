@@ -9,6 +9,7 @@ stand beside the predicted ones, and a plan whose time comes out otherwise is ma
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -71,13 +72,20 @@ class MemoryJob:
         self.kinds: dict[str, Kind] = {}
         self.current: Kind | None = None
         self.runner = Runner(model, device)
-        self.tiers = Tiers(device, disk_dir)
+        self.tiers = Tiers(device, disk_dir, before_close=self.runner.mover.evacuate)
         self.meter: Meter = make_meter(device)
         self.meter.cap(self.budget["device"])
         self._stack: contextlib.ExitStack | None = None
         self._recording: tuple[Recorder, CpuTimer | CudaTimer] | None = None
         self._busy = self._closed = self._warned = False
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        me = weakref.ref(self)  # a copy of the model must not copy the job
+
+        def before(mod: nn.Module, args: Any, kwargs: Any) -> None:
+            job = me()
+            if job is not None:
+                job._before_forward(mod, args, kwargs)
+
+        self._hook = model.register_forward_pre_hook(before, with_kwargs=True)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -176,7 +184,7 @@ class MemoryJob:
         finally:
             self._busy = False
         kind.plan = self._safe_plan(kind.capture.step)
-        kind.script = Script(kind.capture.step, kind.plan)
+        kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
 
     def _safe_plan(self, step: Step) -> Plan:
         """A plan for steps not yet measured: with room for what fake tensors do not show.
@@ -206,7 +214,7 @@ class MemoryJob:
         budget = self.planning_budget()
         step = kind.capture.step
         kind.plan = make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
-        kind.script = Script(step, kind.plan)
+        kind.script = Script(step, kind.plan, kind.capture.forms)
         kind.measurements.clear()
 
     def planning_budget(self) -> dict[str, int]:
@@ -218,11 +226,10 @@ class MemoryJob:
         if kind.script is None:
             self._take_up_rule()
         elif self.runner.script is not kind.script:
-            assert kind.capture is not None
             lanes = self.tiers.lanes_for(kind.script.tier_bytes)
             if lanes is not None:
                 lanes.timing = True
-            self.runner.install(kind.script, lanes, kind.capture.forms)
+            self.runner.install(kind.script, lanes)
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
@@ -252,6 +259,10 @@ class MemoryJob:
             )
             return
         kind.visits += 1
+        strayed = bool(self.runner.deviation) and kind.recorded
+        kind.strayed = kind.strayed + 1 if strayed else 0
+        if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
+            kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
         if self._recording is not None:
             self._use_recording(kind)
         elif kind.recorded:

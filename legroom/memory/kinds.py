@@ -40,6 +40,8 @@ class Kind:
     recorded: bool = False
     """Whether the trace comes from a real step."""
     replans: int = 0
+    strayed: int = 0
+    """Steps in a row that left the script: after a few it is recorded anew."""
     measurements: list[Measurement] = field(default_factory=list)
 
     @property

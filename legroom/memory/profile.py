@@ -21,7 +21,7 @@ from legroom.memory.fake import (
     fake_weights,
     run_small_for_real,
 )
-from legroom.memory.mechanisms.recompute import OpForm
+from legroom.memory.mechanisms.recompute import OpForm, attributes_kept
 from legroom.memory.recorder import Recorder
 from legroom.memory.roofline import op_time
 from legroom.memory.timers import CpuTimer, CudaTimer
@@ -77,7 +77,8 @@ def capture_fake(
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         weights = fake_weights(model, device)
         inputs = tree_map(lambda x: fake_input(x, device) if isinstance(x, Tensor) else x, batch)
-        with mode, _reparametrize_module(model, weights, tie_weights=True):
+        kept = attributes_kept(model.modules())
+        with kept, mode, _reparametrize_module(model, weights, tie_weights=True):
             recorder = Recorder(model, device, run=run_small_for_real)
             with fake_hooks(recorder), recorder.watch_modules(), recorder:
                 loss = loss_fn(model, inputs)

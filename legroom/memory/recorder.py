@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook as _after_forward
-from torch.nn.modules.module import register_module_forward_pre_hook as _before_forward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -82,6 +81,8 @@ class RawCall:
     first_op: int
     first_saved: int
     grad: bool
+    inputs: list[int]
+    """Storages that came in as arguments."""
     last_op: int = -1
     last_saved: int = -1
 
@@ -94,6 +95,9 @@ class Timer(Protocol):
 
     def stop(self) -> None:
         """It has run."""
+
+    def cancel(self) -> None:
+        """It raised."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -120,6 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.last_unpacked = -1
         self._stack: list[RawCall] = []
         self._counts: dict[int, int] = {}
+        self._model = model
         self._paths = {id(m): name for name, m in model.named_modules()}
         self._table: StorageTable[tuple[int, bool]] = StorageTable(self._died)
         self.weights = weight_storages([model])
@@ -195,10 +200,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.timer.start()
         try:
             out = self.run(func, args, kwargs)
+        except BaseException:
+            if self.timer is not None:
+                self.timer.cancel()
+            raise
         finally:
             self.running = False
-            if self.timer is not None:
-                self.timer.stop()
+        if self.timer is not None:
+            self.timer.stop()
         self.ops.append(self._describe(func, args, kwargs, out, reads))
         return out
 
@@ -276,22 +285,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def watch_modules(self) -> Iterator[None]:
         """Follow module calls while the step runs."""
-        handles = [
-            _before_forward(self._enter_module),
-            _after_forward(self._leave_module, always_call=True),
-        ]
+        handles = [_after_forward(self._leave_module, always_call=True)]
+        for module in self._model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         path = self._paths.get(id(module))
         if path is None or self.paused:
             return
+        grad = torch.is_grad_enabled()
         call = self._counts.get(id(module), 0)
-        self._counts[id(module)] = call + 1
+        self._counts[id(module)] = call + grad  # what runs without gradients is no block's call
         raw = RawCall(
             path=path,
             module=module,
@@ -299,7 +308,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call=call,
             first_op=len(self.ops),
             first_saved=len(self.saved),
-            grad=torch.is_grad_enabled(),
+            grad=grad,
+            inputs=self._known((args, kwargs), birth=-1),
         )
         self._stack.append(raw)
         self.calls.append(raw)

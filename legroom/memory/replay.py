@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms import recompute as again
 from legroom.memory.mechanisms.entry import Entry, Handle, State
-from legroom.memory.mechanisms.recompute import Frame, Held, OpForm, SelectiveMode
+from legroom.memory.mechanisms.recompute import Frame, Held, SelectiveMode
 from legroom.memory.saved import StorageTable, flat_bytes, is_ours
-from legroom.memory.script import Script
 
 
 class Replayer:
@@ -32,28 +31,19 @@ class Replayer:
         self.running = False
         self.seconds = 0.0
         """Host time of this step's replays."""
-        self.whole: set[int] = set()
+        self.whole: set[str] = set()
         """Blocks whose selective replay met another op than traced: they run again whole."""
         self._bring, self._open, self._done_with = bring, open_handle, done_with
         self._note_back = note_back
-        self._script: Script | None = None
-        self._forms: dict[int, OpForm] = {}
-        self._weights: StorageTable[bool] = StorageTable()
-
-    def use(
-        self, script: Script | None, forms: dict[int, OpForm], weights: StorageTable[bool]
-    ) -> None:
-        """Replay by this script from now on."""
-        self._script, self._forms, self._weights = script, forms, weights
-        self.whole.clear()
+        self.weights: StorageTable[bool] = StorageTable()
 
     def replay(self, asked: Entry) -> None:
         """Bring back a dropped storage, and all else its block call dropped and still owes."""
         frame = asked.frame
         assert frame is not None
         live = [entry for entry in (link() for link in frame.dropped) if entry is not None]
-        missing = {e.storage: e for e in live if e.state is State.DROPPED and e.waiting > 0}
-        missing[asked.storage] = asked
+        missing = {e.ordinal: e for e in live if e.state is State.DROPPED and e.waiting > 0}
+        missing[asked.ordinal] = asked
         self.running, started = True, time.perf_counter()
         try:
             self._run(frame, missing)
@@ -74,7 +64,7 @@ class Replayer:
             args = tree_map(self._open_arg, frame.args)
             again.replay(frame, self.device, args, self._catcher(frame, missing, mode), mode)
         except again.Diverged:
-            self.whole.add(frame.block)
+            self.whole.add(frame.how.name)
             for entry in wanted.values():
                 entry.flat, entry.state = None, State.DROPPED
             missing.update(wanted)
@@ -85,24 +75,22 @@ class Replayer:
         self, frame: Frame, missing: dict[int, Entry], mode: SelectiveMode | None
     ) -> Callable[[Tensor], None]:
         """Takes each tensor the replay saves, by its number, until nothing is missing."""
-        assert self._script is not None
-        rows, count = self._script.rows[frame.block], 0
+        count = 0
 
         def catch(tensor: Tensor) -> None:
             nonlocal count
-            if not is_ours(tensor, self.device, self._weights):
+            if not is_ours(tensor, self.device, self.weights):
                 return
-            row = rows[count] if count < len(rows) else None
-            count += 1
-            entry = missing.get(row.storage) if row is not None else None
-            if row is None or entry is None:
+            ordinal, count = count, count + 1
+            entry = missing.get(ordinal)
+            if entry is None:
                 return
-            if tensor.untyped_storage().nbytes() != row.num_bytes:
+            if tensor.untyped_storage().nbytes() != entry.num_bytes:
                 raise StepError(f"running {frame.how.name} again saved a tensor of another size")
             with mode.off() if mode is not None else contextlib.nullcontext():
                 entry.flat, entry.state = flat_bytes(tensor.detach()), State.HERE
             self._note_back(entry)
-            del missing[row.storage]
+            del missing[ordinal]
             if not missing:
                 raise again.StopReplay
 
@@ -116,13 +104,17 @@ class Replayer:
         else:
             assert held.handle is not None
             tensor = self._open(held.handle)
+        if isinstance(tensor, nn.Parameter):
+            return tensor
         return tensor.detach().requires_grad_(held.grad)
 
     def _mode(self, frame: Frame) -> SelectiveMode | None:
         """A mode that skips what the variant does not run, for a selective variant."""
         how = frame.how
-        if how.runs is None or frame.block in self.whole or how.wants - frame.sources.keys():
+        ready = how.runs is not None and not how.wants - frame.sources.keys()
+        if not how.forms or not ready or frame.whole or how.name in self.whole:
             return None
+        assert how.runs is not None
 
         def kept(storage: int) -> Tensor | None:
             source = frame.sources.get(storage)
@@ -131,8 +123,7 @@ class Replayer:
                 return source.entry.flat
             return flat_bytes(source.open()) if source is not None else None
 
-        forms = [self._forms[i] for i in range(how.first, how.first + how.num_ops)]
-        return SelectiveMode(forms, how.runs, kept)
+        return SelectiveMode(how.forms, how.runs, kept)
 
     def _release_sources(self, frame: Frame) -> None:
         for source in frame.sources.values():

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from legroom.memory.mechanisms.compress import decode, encode
-from legroom.memory.mechanisms.entry import Entry, Handle, Kept, State
+from legroom.memory.mechanisms.entry import Entry, Handle, Kept, State, check_version
 from legroom.memory.mechanisms.lanes import Lanes, Place
 from legroom.memory.mechanisms.mover import Mover
-from legroom.memory.mechanisms.recompute import Frame, Held, OpForm, open_frame
+from legroom.memory.mechanisms.recompute import Frame, Held, open_frame
 from legroom.memory.online import Evictor
 from legroom.memory.recorder import Recorder, in_backward
 from legroom.memory.replay import Replayer
-from legroom.memory.saved import StorageTable, ViewOf, flat_bytes, is_ours, weight_storages
+from legroom.memory.saved import (
+    StorageTable,
+    ViewOf,
+    flat_bytes,
+    has_storage,
+    is_ours,
+    weight_storages,
+)
 from legroom.memory.script import IN_START, OUT_START, Row, Script
 
 _NOTHING = contextlib.nullcontext()
@@ -51,13 +58,12 @@ class Runner:
 
     # -- install -----------------------------------------------------------------------------
 
-    def install(self, script: Script | None, lanes: Lanes | None, forms: dict[int, OpForm]) -> None:
+    def install(self, script: Script | None, lanes: Lanes | None) -> None:
         """Take up a script (None: follow nothing), with the lanes its moves go over."""
         self.remove()
         self.script, self.evictor = script, None
         self.mover.use(lanes)
-        self.weights = weight_storages([self.model])
-        self.replayer.use(script, forms, self.weights)
+        self._find_weights()
         if script is not None and not script.idle:
             modules = dict(self.model.named_modules())
             for path in {b.module for b in script.step.blocks}:
@@ -68,7 +74,10 @@ class Runner:
         self.remove()
         self.evictor = evictor
         self.mover.use(lanes)
-        self.weights = weight_storages([self.model])
+        self._find_weights()
+
+    def _find_weights(self) -> None:
+        self.weights = self.replayer.weights = weight_storages([self.model])
 
     def _hook(self, path: str, module: nn.Module) -> None:
         def enter(mod: nn.Module, args: Any, kwargs: Any) -> None:
@@ -130,8 +139,10 @@ class Runner:
     def _leave(self) -> None:
         if self.replayer.running or in_backward():
             return
-        if self._frame is not None:
-            for held in self._frame.held:
+        frame = self._frame
+        if frame is not None:
+            frame.whole |= self._ordinals.get(self._block, 0) != frame.how.num_saves
+            for held in frame.held:
                 self._hand_over(held)
         self._block, self._frame = -1, None
 
@@ -145,6 +156,8 @@ class Runner:
             held.kept = None
 
     def _entry_of(self, tensor: Tensor) -> Entry | None:
+        if not has_storage(tensor):
+            return None
         found = self._table.get(tensor.untyped_storage())
         return found() if found is not None else None
 
@@ -163,7 +176,7 @@ class Runner:
         if row is None:
             return Kept(tensor, note)
         self._advance(row.packed)
-        entry = self._take(row, tensor, note)
+        entry = self._take(row, ordinal, tensor, note)
         if entry is None:
             kept = Kept(tensor, note)
             self._offer(row.storage, kept)
@@ -181,7 +194,7 @@ class Runner:
             entry = Entry(-1, tensor.untyped_storage().nbytes(), tensor._version)
             entry.note = self.recorder.saved[note].storage if self.recorder is not None else -1
             with self._quiet():
-                entry.flat = flat_bytes(tensor)
+                entry.flat, entry.source = flat_bytes(tensor), tensor.detach()
                 self._table.put(tensor.untyped_storage(), weakref.ref(entry))
                 self.evictor.add(entry, self.mover)
         return Handle(entry, ViewOf.of(tensor), tensor._version, note=note)
@@ -192,6 +205,8 @@ class Runner:
         rows = self.script.rows.get(self._block, [])
         if ordinal < len(rows) and rows[ordinal].num_bytes == tensor.untyped_storage().nbytes():
             return rows[ordinal]
+        if self._frame is not None:
+            self._frame.whole = True
         if not self.deviation:
             where = self.script.step.blocks[self._block].name if self._block >= 0 else "the step"
             self.deviation = f"save {ordinal} of {where} differs from the trace"
@@ -205,7 +220,7 @@ class Runner:
             if isinstance(packed, Handle):
                 packed.entry.waiting += 1
 
-    def _take(self, row: Row, tensor: Tensor, note: int) -> Entry | None:
+    def _take(self, row: Row, ordinal: int, tensor: Tensor, note: int) -> Entry | None:
         """The entry for a saved tensor's storage; None if it is to stay as it is."""
         assert self.script is not None
         script, storage = self.script, row.storage
@@ -215,11 +230,13 @@ class Runner:
         entry = self._entry_of(tensor)
         if entry is not None:
             return entry if entry.version == tensor._version else None
+        frame = self._frame
         if storage in script.dropped and (
-            self._frame is None or script.dropped[storage] != self._frame.block
+            frame is None or frame.whole or script.dropped[storage] != frame.block
         ):
             return None
         entry = Entry(storage, row.num_bytes, tensor._version)
+        entry.ordinal = ordinal
         entry.note = self.recorder.saved[note].storage if self.recorder is not None else -1
         with self._quiet():
             self._act(entry, row, tensor)
@@ -233,7 +250,7 @@ class Runner:
         assert self.script is not None
         move = self.script.moves.get(row.storage)
         if move is not None:
-            entry.flat = flat_bytes(tensor)
+            entry.flat, entry.source = flat_bytes(tensor), tensor.detach()
             entry.place = Place(move.tier, self.script.offsets[row.storage], row.num_bytes)
             if move.out_start <= row.packed:
                 self.mover.copy_out(entry)
@@ -264,6 +281,10 @@ class Runner:
         """The tensor a handle stands for, its bytes brought back if need be."""
         entry = handle.entry
         self._bring(entry)
+        if entry.source is not None:
+            check_version(entry.source, handle.version)
+        if entry.spoiled is not None:
+            raise entry.spoiled
         assert entry.flat is not None
         with self._quiet(), torch.no_grad():
             return handle.view.on(entry.flat)

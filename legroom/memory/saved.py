@@ -75,6 +75,8 @@ def is_ours(tensor: Tensor, device: torch.device, weights: StorageTable[bool]) -
     storage = tensor.untyped_storage()
     if storage.nbytes() <= SMALL_BYTES or weights.get(storage) is not None:
         return False
+    if tensor.is_conj() or tensor.is_neg():  # a view of the bytes would lose these
+        return False
     return not (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
 
 

@@ -122,15 +122,21 @@ def tighten(
     begins later: the last needed first.
     """
     ticks, moves = simulator.step.ticks, list(moves)
+    storages = simulator.step.storages
     for _ in range(4 * len(moves) + 1):
         shape = simulator.shape([*others, *moves])
-        if shape.peak <= limit:
+        over = shape.peak - limit
+        if over <= 0:
             break
         at = peak_position(shape.during, shape.replays)
-        spot = _shiftable(simulator, moves, at)
-        if spot is None:
+        spots = _shiftable(simulator, moves, at)
+        if not spots:
             break
-        moves[spot] = _shifted(moves[spot], at, ticks)
+        for spot in spots:
+            moves[spot] = _shifted(moves[spot], at, ticks)
+            over -= storages[moves[spot].storage].num_bytes
+            if over <= 0:
+                break
     return moves
 
 
@@ -143,19 +149,18 @@ def peak_position(during: Levels, replays: Sequence[tuple[Replay, int]]) -> int:
     return at
 
 
-def _shiftable(simulator: Simulator, moves: list[Move], at: int) -> int | None:
-    """The move whose bytes at this position can go for the least stall."""
+def _shiftable(simulator: Simulator, moves: list[Move], at: int) -> list[int]:
+    """Moves whose bytes at this position can go, those first that stall least."""
     storages = simulator.step.storages
     early = [i for i, m in enumerate(moves) if m.in_start <= at < m.in_wait]
-    if early:
-        return max(early, key=lambda i: (moves[i].in_wait, storages[moves[i].storage].num_bytes))
     late = [
         i
         for i, m in enumerate(moves)
-        if m.out_start < m.out_wait and m.out_start <= at < m.out_wait
-        and storages[m.storage].release < at
-    ]  # fmt: skip
-    return min(late, key=lambda i: moves[i].out_start) if late else None
+        if m.out_start <= at < m.out_wait and storages[m.storage].release < at
+    ]
+    early.sort(key=lambda i: (-moves[i].in_wait, -storages[moves[i].storage].num_bytes))
+    late.sort(key=lambda i: moves[i].out_start)
+    return early + late
 
 
 def _shifted(move: Move, at: int, ticks: Sequence[int]) -> Move:

@@ -1,7 +1,7 @@
 """A plan made ready to run: what to do at each save, and what is due at each position."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from legroom.memory.actions import Move
 from legroom.memory.plan import Plan, find_variant, sources
@@ -33,8 +33,10 @@ class Replay(NamedTuple):
     """How a block runs again."""
 
     name: str
-    first: int
-    num_ops: int
+    num_saves: int
+    """Saves the trace has in the block: another number means another way through it."""
+    forms: tuple[Any, ...]
+    """What each op of the block looked like; empty where nothing is skipped."""
     runs: frozenset[int] | None
     """Offsets of the ops that run; None for all."""
     wants: frozenset[int]
@@ -46,8 +48,9 @@ class Replay(NamedTuple):
 class Script:
     """Look-up tables of one plan on its step; holds no tensors and decides nothing."""
 
-    def __init__(self, step: Step, plan: Plan) -> None:
+    def __init__(self, step: Step, plan: Plan, forms: Mapping[int, Any] | None = None) -> None:
         self.step, self.plan = step, plan
+        self._forms = forms or {}
         blocks = range(-1, len(step.blocks))
         self.rows: dict[int, list[Row]] = {b: self._rows(b) for b in blocks}
         self.moves: Mapping[int, Move] = {m.storage: m for m in plan.moves}
@@ -78,11 +81,12 @@ class Script:
 
     def _replay(self, b: int) -> "Replay":
         block, variant = self.step.blocks[b], self.variants[b]
-        selective = variant.name != FULL
+        span = range(block.first, block.last + 1)
+        selective = variant.name != FULL and all(i in self._forms for i in span)
         return Replay(
             name=block.name,
-            first=block.first,
-            num_ops=block.last - block.first + 1,
+            num_saves=len(self.rows[b]),
+            forms=tuple(self._forms[i] for i in span) if selective else (),
             runs=frozenset(i - block.first for i in variant.replays) if selective else None,
             wants=frozenset(sources(self.step, b, variant)),
             draws=any(op.random for op in self.step.ops[block.first : block.last + 1]),

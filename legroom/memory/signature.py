@@ -15,12 +15,15 @@ def signature_of(model: nn.Module, args: Any, kwargs: Any) -> str:
     grads = any(p.grad is not None for p in model.parameters())
     cast = ",".join(k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
     flags = ["train" if model.training else "eval", *(["grads"] if grads else []), cast]
-    mark = zlib.crc32(str(form).encode()) & 0xFFFF
-    return f"{'+'.join(f for f in flags if f)} {' '.join(parts)} #{mark:04x}"
+    trained = "".join("01"[p.requires_grad] for p in model.parameters())
+    modes = "".join("01"[m.training] for m in model.modules())
+    mark = zlib.crc32(f"{form} {trained} {modes}".encode())
+    return f"{'+'.join(f for f in flags if f)} {' '.join(parts)} #{mark:08x}"
 
 
 def _part(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         dtype = str(leaf.dtype).removeprefix("torch.")
         return f"{dtype}[{','.join(map(str, leaf.shape))}]"
-    return repr(leaf)[:40] if isinstance(leaf, bool | int | float | str | None) else "_"
+    # Numbers change from step to step (a temperature, a counter) and seldom change the ops.
+    return repr(leaf)[:40] if isinstance(leaf, bool | str | None) else "_"

@@ -208,8 +208,10 @@ class Play:
         self.spans: list[tuple[str, float, float, int]] = []
         """(what, start, end, index) of stalls and replays, for the timeline."""
         self.position_s: list[tuple[int, float]] = []
-        self._outs: dict[int, Transfer] = {}
-        self._ins: dict[int, Transfer] = {}
+        self._outs: dict[int, list[Transfer]] = {}
+        self._ins: dict[int, list[Transfer]] = {}
+        self._landed: dict[int, list[Transfer]] = {}
+        """Per storage, the copy out that must be complete before it can come back."""
         self.transfers: list[tuple[str, int, Transfer]] = []
 
     def run(self) -> float:
@@ -260,30 +262,28 @@ class Play:
         else:
             self._wait(i, self._ins[i] if event.rank == IN_WAIT else self._outs[i])
 
-    def _send(self, move: Move, out: bool) -> Transfer:
-        """Queue a move on its roads; a second hop follows when the first is through."""
+    def _send(self, move: Move, out: bool) -> list[Transfer]:
+        """Queue a move on its roads; what the device has to wait for.
+
+        Hops are pipelined in pieces, so they run side by side. A copy in begins when the copy
+        out is complete on every hop.
+        """
         route = self.sim.routes.get(move.tier)
         assert route is not None, f"no road to tier {move.tier}"
-        hops, size = route[0] if out else route[1], self.sim.step.storages[move.storage].num_bytes
-        first = self.traffic.send(hops[0].name, size, move.storage)
-        self.transfers.append((hops[0].name, move.storage, first))
-        if len(hops) == 1 or out:
-            # On the way out the device waits for the first hop alone.
-            if len(hops) > 1:
-                self.transfers.append(
-                    (
-                        hops[1].name,
-                        move.storage,
-                        self.traffic.send(hops[1].name, size, move.storage),
-                    )
-                )
-            return first
-        second = self.traffic.send(hops[1].name, size, move.storage)
-        self.transfers.append((hops[1].name, move.storage, second))
-        return first if hops[0].bytes_per_s < hops[1].bytes_per_s else second
+        size = self.sim.step.storages[move.storage].num_bytes
+        landed = self._landed.get(move.storage, [])
+        last = None if out or not landed else landed[-1]
+        sent = []
+        for hop in route[0] if out else route[1]:
+            sent.append(self.traffic.send(hop.name, size, move.storage, last))
+            self.transfers.append((hop.name, move.storage, sent[-1]))
+        if out:
+            self._landed[move.storage] = sent
+        # On the way out the source is free after the first hop; on the way in all must be done.
+        return sent[:1] if out else sent
 
-    def _wait(self, i: int, transfer: Transfer) -> None:
-        done = self.traffic.finish(transfer)
+    def _wait(self, i: int, transfers: list[Transfer]) -> None:
+        done = max(self.traffic.finish(t) for t in transfers)
         if done > self.now_s:
             self.spans.append(("stall", self.now_s, done, self.moves[i].storage))
             self.stalls[i] = self.stalls.get(i, 0.0) + done - self.now_s

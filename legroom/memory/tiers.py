@@ -1,7 +1,7 @@
 """The lower tiers of a running job: slabs and files, made once and as large as the plans need."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,8 +16,14 @@ STAGING_BYTES = 64 << 20
 class Tiers:
     """Owns the slab, the disk file and the lanes; grows them when a script needs more."""
 
-    def __init__(self, device: torch.device, disk_dir: str | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        disk_dir: str | None,
+        before_close: Callable[[], None] = lambda: None,
+    ) -> None:
         self.device = device
+        self._before_close = before_close
         self.disk_dir = disk_dir or tempfile.gettempdir()
         self._slab: Slab | None = None
         self._disk: DiskFile | None = None
@@ -56,6 +62,7 @@ class Tiers:
     def close(self) -> None:
         """Finish all copies and give everything back."""
         if self._lanes is not None:
+            self._before_close()
             self._lanes.close()
         if self._slab is not None:
             self._slab.close()

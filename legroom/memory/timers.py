@@ -52,6 +52,10 @@ class CudaTimer:
         peak = torch.cuda.max_memory_allocated(self.device)
         self._scratch.append(max(0, peak - torch.cuda.memory_allocated(self.device)))
 
+    def cancel(self) -> None:
+        """It raised: as if it had not begun."""
+        self._events.pop()
+
     def fill(self, ops: list[RawOp], births: list[int]) -> None:
         """Write times and scratch into the recorded ops."""
         torch.cuda.synchronize(self.device)
@@ -79,6 +83,10 @@ class CpuTimer:
     def stop(self) -> None:
         """It has run."""
         self._windows[-1][1] = time.time_ns()
+
+    def cancel(self) -> None:
+        """It raised: as if it had not begun."""
+        self._windows.pop()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -161,6 +161,14 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
         return rows
 
     @cached_property
+    def unsettled(self) -> frozenset[int]:
+        """Saved storages that some op still writes after they were saved."""
+        last: dict[int, int] = {}
+        for i, op in enumerate(self.ops):
+            last.update(dict.fromkeys(op.writes, i))
+        return frozenset(s for s in self.saves if last.get(s, -1) >= self.packed(s))
+
+    @cached_property
     def _rows_by_block(self) -> dict[int, list[Saved]]:
         rows: dict[int, list[Saved]] = {}
         for row in self.saved:

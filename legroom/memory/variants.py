@@ -52,6 +52,7 @@ def droppable(step: Step, b: int) -> list[int]:
         if (
             inside
             and own
+            and s not in step.unsettled
             and storage.kind == Kind.ACTIVATION
             and storage.release < step.first_use(s)
         ):

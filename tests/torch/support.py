@@ -12,7 +12,7 @@ import legroom.memory.policies  # noqa: F401  (fills the registry)
 from legroom.core.outcome import Outcome
 from legroom.machine.spec import Link, Machine, Tier
 from legroom.memory.actions import Action, Compress, Move, Recompute
-from legroom.memory.job import Job
+from legroom.api import Job
 from legroom.memory.plan import Plan, first_need, held_inputs
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.profile import Capture, capture_fake

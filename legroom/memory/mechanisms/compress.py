@@ -27,7 +27,13 @@ def encode(codec: str, flat: Tensor, dtype: torch.dtype) -> Packed:
     if codec == "bf16":
         return Packed(codec, values.to(torch.bfloat16), dtype, values.numel())
     assert codec == "fp8", codec
-    top = values.abs().amax().float().clamp_min(torch.finfo(torch.float32).tiny)
+    top = (
+        values.abs()
+        .nan_to_num(0.0, 0.0, 0.0)
+        .amax()
+        .float()
+        .clamp_min(torch.finfo(torch.float32).tiny)
+    )
     scale = top / FP8_MAX
     return Packed(codec, (values / scale).to(torch.float8_e4m3fn), dtype, values.numel(), scale)
 

@@ -33,8 +33,8 @@ class Entry:
     """A storage that autograd saved once or more often."""
 
     __slots__ = (
-        "__weakref__", "flat", "frame", "note", "num_bytes", "packed", "place", "state", "storage",
-        "ticket", "version", "waiting",
+        "__weakref__", "flat", "frame", "note", "num_bytes", "ordinal", "packed", "place", "source",
+        "spoiled", "state", "storage", "ticket", "version", "waiting",
     )  # fmt: skip
 
     def __init__(self, storage: int, num_bytes: int, version: int) -> None:
@@ -50,7 +50,13 @@ class Entry:
         self.ticket: Ticket | None = None
         self.frame: Frame | None = None
         """The block call that can bring it back."""
+        self.ordinal = -1
+        """Its number among the saves of that call."""
         self.packed: Packed | None = None
+        self.source: Tensor | None = None
+        """The tensor that was saved, while its copy out is under way: it knows its version."""
+        self.spoiled: RuntimeError | None = None
+        """Raised to who asks for it: it was changed in place before its copy was complete."""
         self.note = -1
         """Its number in a recorder, if one is running."""
         self.waiting = 0

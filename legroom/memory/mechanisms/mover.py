@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from legroom.memory.mechanisms.entry import Entry, State
+from legroom.memory.mechanisms.entry import Entry, State, check_version
 from legroom.memory.mechanisms.lanes import Lanes
 
 
@@ -19,10 +19,18 @@ class Mover:
         self._owners: dict[tuple[str, int], weakref.ref[Entry]] = {}
 
     def use(self, lanes: Lanes | None) -> None:
-        """Go over these lanes from now on."""
-        if lanes is not self.lanes:
+        """Go over these lanes from now on; what is out on the old ones comes back first."""
+        if lanes is not None and lanes is not self.lanes:
+            self.evacuate()
             self.lanes = lanes
-            self._owners.clear()
+
+    def evacuate(self) -> None:
+        """Bring everything back that some graph still needs, and forget all places."""
+        for link in self._owners.values():
+            entry = link()
+            if entry is not None:
+                self._bring_home(entry)
+        self._owners.clear()
 
     def reset_counts(self) -> None:
         """Count bytes from zero."""
@@ -32,6 +40,7 @@ class Mover:
         """Begin to send an entry to its place."""
         assert self.lanes is not None and entry.place is not None and entry.flat is not None
         self._rescue(entry)
+        self._check_version(entry)
         entry.ticket = self.lanes.copy_out(entry.flat, entry.place)
         entry.state = State.LEAVING
         place = entry.place
@@ -41,7 +50,9 @@ class Mover:
     def leave(self, entry: Entry) -> None:
         """Wait for the copy out and let go of the source."""
         self._wait(entry)
-        entry.flat, entry.state = None, State.AWAY
+        self._check_version(entry)
+        entry.flat = entry.source = None
+        entry.state = State.AWAY
 
     def copy_in(self, entry: Entry) -> None:
         """Take room on the device and begin to fetch an entry into it."""
@@ -60,19 +71,36 @@ class Mover:
     def stay(self, entry: Entry) -> None:
         """It is needed while its copy out is under way: the source is still here."""
         self._wait(entry)
-        entry.state = State.HERE
+        self._check_version(entry)
+        entry.source, entry.state = None, State.HERE
 
     def _wait(self, entry: Entry) -> None:
         assert self.lanes is not None and entry.ticket is not None
         self.lanes.wait(entry.ticket)
         entry.ticket = None
 
+    def _check_version(self, entry: Entry) -> None:
+        """Note a change in place before the copy was complete: the bytes may be a mix."""
+        if entry.source is not None and entry.spoiled is None:
+            try:
+                check_version(entry.source, entry.version)
+            except RuntimeError as error:
+                entry.spoiled = error
+
     def _rescue(self, entry: Entry) -> None:
         """A graph of an earlier step may still need what lies in this slot: fetch it first."""
         assert entry.place is not None
         link = self._owners.get((entry.place.tier, entry.place.offset))
         owner = link() if link is not None else None
-        if owner is not None and owner is not entry and owner.state is State.AWAY:
-            self.copy_in(owner)
-            self.arrive(owner)
-            owner.place = None
+        if owner is not None and owner is not entry:
+            self._bring_home(owner)
+
+    def _bring_home(self, entry: Entry) -> None:
+        """Fetch an entry if it is out, and give up its place."""
+        if entry.state is State.LEAVING:
+            self.stay(entry)
+        if entry.state is State.AWAY:
+            self.copy_in(entry)
+        if entry.state is State.COMING:
+            self.arrive(entry)
+        entry.place = None

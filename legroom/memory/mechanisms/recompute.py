@@ -8,7 +8,7 @@ hand them out, those nobody needs give memory without values.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,9 @@ class Held:
     __slots__ = ("grad", "handle", "kept")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.kept: Kept | None = Kept(tensor.detach())
+        # A parameter stays itself: whether a saved tensor is one decides what is done with it.
+        keep = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        self.kept: Kept | None = Kept(keep)
         self.handle: Handle | None = None
         self.grad = tensor.requires_grad
 
@@ -70,6 +72,10 @@ class Frame:
     held: list[Held]
     rng: "RandomState | None"
     autocast: "Autocast"
+    versions: tuple[int, ...]
+    """Versions of the module's parameters in the first run."""
+    whole: bool = False
+    """The call did not go as traced: nothing may be skipped in its replay."""
     dropped: "list[weakref.ref[Entry]]" = field(default_factory=list)
     """What it dropped; weak, for each entry holds its frame (see [Note: ownership])."""
     sources: dict[int, Kept | Handle] = field(default_factory=dict)
@@ -89,7 +95,9 @@ def open_frame(
         return held[-1]
 
     rng = RandomState.take(device) if how.draws else None
-    return Frame(block, how, module, tree_map(hold, args), held, rng, autocast_state(device))
+    versions = surroundings(module).versions()
+    kept_args = tree_map(hold, args)
+    return Frame(block, how, module, kept_args, held, rng, autocast_state(device), versions)
 
 
 @dataclass(frozen=True)
@@ -137,43 +145,61 @@ def as_it_was(frame: Frame, device: torch.device) -> Iterator[None]:
             if then != now_on or enabled:
                 cast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
                 stack.enter_context(cast)
-        stack.enter_context(_statistics(frame.module).frozen())
+        around = surroundings(frame.module)
+        if around.versions() != frame.versions:
+            raise StepError(
+                f"a parameter of {frame.how.name} was changed between forward and backward, and "
+                "the plan runs that block again: step the optimizer after backward"
+            )
+        stack.enter_context(around.frozen())
         yield
 
 
-class Statistics:
-    """The buffers of a module that a forward may change."""
+class Surroundings:
+    """What a module's forward may change besides its results."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
-        theirs = {id(b) for m in self.norms for b in m.buffers(recurse=False)}
-        self.others = [b for b in module.buffers() if id(b) not in theirs]
+        self.modules = list(module.modules())
+        self.norms = [m for m in self.modules if isinstance(m, _BatchNorm)]
+        self.params = list(module.parameters())
+
+    def versions(self) -> tuple[int, ...]:
+        """How often each parameter was changed in place."""
+        return tuple(p._version for p in self.params)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Keep the buffers from changing: a replay must not count a batch twice."""
-        copies = [b.detach().clone() for b in self.others]
-        norms = [m for m in self.norms if m.training and m.track_running_stats]
-        for norm in norms:
-            # In training mode the layer then uses batch statistics, as before, and stores none.
-            norm.track_running_stats = False
-        try:
+        """Keep attributes and running statistics as they are: a replay must not count twice."""
+        with attributes_kept(self.modules):
+            for norm in self.norms:
+                if norm.training:
+                    # The layer then uses batch statistics, as before, and stores none.
+                    norm.track_running_stats = False
             yield
-        finally:
-            for norm in norms:
-                norm.track_running_stats = True
-            with torch.no_grad():
-                for buffer, copy in zip(self.others, copies, strict=True):
-                    buffer.copy_(copy)
 
 
-_known_statistics: "weakref.WeakKeyDictionary[nn.Module, Statistics]" = weakref.WeakKeyDictionary()
+@contextlib.contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put the attributes and buffers of modules back as they were, whatever runs inside."""
+    before = [(m, dict(m.__dict__), dict(m._buffers)) for m in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
-def _statistics(module: nn.Module) -> Statistics:
-    found = _known_statistics.get(module)
+_known: "weakref.WeakKeyDictionary[nn.Module, Surroundings]" = weakref.WeakKeyDictionary()
+
+
+def surroundings(module: nn.Module) -> Surroundings:
+    """The surroundings of a module, found once."""
+    found = _known.get(module)
     if found is None:
-        found = _known_statistics[module] = Statistics(module)
+        found = _known[module] = Surroundings(module)
     return found
 
 
@@ -202,7 +228,7 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        forms: list[OpForm],
+        forms: tuple[OpForm, ...],
         runs: frozenset[int],
         kept: Callable[[int], Tensor | None],
     ) -> None:

@@ -16,8 +16,10 @@ import numpy as np
 
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute
 from legroom.memory.planner import POLICIES, Choice, Problem
+from legroom.memory.policies.every_nth import every_nth
 from legroom.memory.policies.program import Answer, Program
-from legroom.memory.policies.swap_all import movable
+from legroom.memory.policies.recompute_all import recompute_all
+from legroom.memory.policies.swap_all import movable, swap_all
 from legroom.memory.schedule import Want, peak_position, schedule, tighten
 
 ROUNDS = 4
@@ -45,6 +47,10 @@ def auto(problem: Problem) -> Choice:
             found.append((problem.simulator.time(actions), actions))
         if time.monotonic() - started > DEADLINE_S:
             break
+    for plain in (every_nth, swap_all):
+        actions = plain(problem).actions
+        if problem.fits(actions):
+            found.append((problem.simulator.time(actions), actions))
     if not found:
         return _least(problem, program)
     actions = polish(problem, min(found, key=lambda x: x[0])[1])
@@ -65,7 +71,7 @@ def _search(problem: Problem, program: Program, share: float) -> list[Action] | 
     return None
 
 
-def realise(problem: Problem, answer: Answer) -> list[Action]:
+def realise(problem: Problem, answer: Answer, limit: int | None = None) -> list[Action]:
     """Whole actions with positions, from the program's answer."""
     recomputes = [Recompute(block=b, variant=v) for b, v in answer.variants.items()]
     shares: dict[int, dict[str, float]] = {}
@@ -79,7 +85,8 @@ def realise(problem: Problem, answer: Answer) -> list[Action]:
             debt -= size
             wants.append(Want(storage, max(by_tier, key=lambda t: by_tier[t])))
     moves = schedule(problem.simulator, wants, recomputes)
-    moves = tighten(problem.simulator, moves, recomputes, problem.limit)
+    limit = problem.limit if limit is None else limit
+    moves = tighten(problem.simulator, moves, recomputes, limit)
     return [*recomputes, *moves]
 
 
@@ -126,9 +133,12 @@ def _softer(problem: Problem, actions: list[Action], action: Action) -> list[lis
 
 
 def _least(problem: Problem, program: Program) -> Choice:
-    """The plan with the smallest peak that was found, for the error to speak of."""
-    candidates = [realise(problem, a) for a in program.smallest()]
-    candidates.append([])
+    """The smallest peak that can be had, polished if that keeps the budget.
+
+    It does not look at the budget, so that the budget an error names is one that works.
+    """
+    candidates = [realise(problem, answer, 0) for answer in program.smallest()]
+    candidates += [list(choice.actions) for choice in (swap_all(problem), recompute_all(problem))]
     peaks = [problem.simulator.shape(c).peak for c in candidates]
     best = candidates[int(np.argmin(peaks))]
     if min(peaks) > problem.limit:

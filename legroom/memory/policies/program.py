@@ -126,7 +126,8 @@ class Program:
                 self.replay_extra[b] = self.replay_extra.get(b, 0) + int(over * 1.02)
 
     def _slot(self, position: int) -> int:
-        return max(int(np.searchsorted(self.edges, position, side="right")) - 1, 0)
+        slot = int(np.searchsorted(self.edges, position, side="right")) - 1
+        return min(max(slot, 0), len(self.edges) - 2)
 
     def _gone(self, position: int, skip: int = -1) -> dict[int, float]:
         """Bytes each variant takes away at a position."""

@@ -23,9 +23,10 @@ def swap_all(problem: Problem) -> Choice:
 def movable(problem: Problem) -> list[int]:
     """Saved storages that are free between forward and backward once their copy is out."""
     step = problem.step
-    return [
-        s
-        for s in step.saves
-        if step.storages[s].release < step.first_use(s) and step.storages[s].num_bytes > 0
-        and step.packed(s) < step.first_use(s) < len(step.ops)
-    ]  # fmt: skip
+    found = []
+    for s in step.saves:
+        storage, use = step.storages[s], step.first_use(s)
+        used = step.packed(s) < use < len(step.ops)
+        if used and storage.release < use and storage.num_bytes > 0 and s not in step.unsettled:
+            found.append(s)
+    return found
