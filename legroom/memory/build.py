@@ -141,6 +141,9 @@ def _barred(
     norms = (m for m in call.module.modules() if isinstance(m, _BatchNorm))
     statistics = {recorder.sid(b, -1) for m in norms for b in m.buffers(recurse=False)}
     given = set(call.inputs)
+    inner = (c for c in recorder.calls if call.first_op <= c.first_op and c.last_op <= call.last_op)
+    if any(c.strays for c in inner if c.path.startswith(call.path)):
+        return "its forward sets buffers anew or draws from Python's or numpy's generator"
     for op in ops:
         if op.sealed:
             return f"{op.name} draws from a generator of its own"

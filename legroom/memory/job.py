@@ -213,9 +213,11 @@ class MemoryJob:
         assert kind.capture is not None
         budget = self.planning_budget()
         step = kind.capture.step
+        before = kind.plan.actions if kind.plan is not None else None
         kind.plan = make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
         kind.script = Script(step, kind.plan, kind.capture.forms)
-        kind.measurements.clear()
+        if kind.plan.actions != before:
+            kind.measurements.clear()
 
     def planning_budget(self) -> dict[str, int]:
         """The budget less what the allocator loses to rounding and gaps."""
@@ -267,7 +269,7 @@ class MemoryJob:
             self._use_recording(kind)
         elif kind.recorded:
             self._measure(kind)
-            if len(kind.measurements) == SETTLED and kind.replans < MAX_REPLANS:
+            if len(kind.measurements) % SETTLED == 0 and kind.replans < MAX_REPLANS:
                 self._calibrate(kind)
 
     def _use_recording(self, kind: Kind) -> None:

@@ -144,6 +144,8 @@ def _check_move(move: Move, step: Step, dropped: set[int], held: Held) -> None:
         raise RecordError(f"plan moves {name}, which a recomputed block drops")
     if move.storage not in step.saves and move.storage not in held:
         raise RecordError(f"plan moves {name}, which nothing saves for backward")
+    if move.storage in step.unsettled:
+        raise RecordError(f"plan moves {name}, which is still written after it was saved")
     if move.in_wait > first_need(step, move.storage, held):
         raise RecordError(f"plan fetches {name} after its first use")
 

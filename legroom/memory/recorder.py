@@ -7,10 +7,12 @@ on real ones, where a timer takes the time of each op.
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook as _after_forward
@@ -83,6 +85,10 @@ class RawCall:
     grad: bool
     inputs: list[int]
     """Storages that came in as arguments."""
+    before: object
+    """Buffers by identity, and the states of Python's and numpy's generators, on entry."""
+    strays: bool = False
+    """It set a buffer anew, or drew from a generator that a replay cannot rewind."""
     last_op: int = -1
     last_saved: int = -1
 
@@ -310,6 +316,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first_saved=len(self.saved),
             grad=grad,
             inputs=self._known((args, kwargs), birth=-1),
+            before=_beyond(module),
         )
         self._stack.append(raw)
         self.calls.append(raw)
@@ -318,6 +325,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._stack and self._stack[-1].module is module and not self.paused:
             raw = self._stack.pop()
             raw.last_op, raw.last_saved = len(self.ops) - 1, len(self.saved) - 1
+            raw.strays = raw.before != _beyond(module)
+
+
+class Same:
+    """Equal to another one that holds the very same object."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _beyond(module: nn.Module) -> object:
+    """What a forward may change and a replay would not see as it was."""
+    buffers = [Same(b) for b in module._buffers.values()]
+    theirs: Any = np.random.get_state(legacy=True)
+    return buffers, hash(random.getstate()), theirs[2], int(theirs[1][0])
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from legroom.memory.mechanisms.compress import decode, encode
 from legroom.memory.mechanisms.entry import Entry, Handle, Kept, State, check_version
@@ -43,10 +44,13 @@ class Runner:
         self.evictor: Evictor | None = None
         """Decides as memory fills, where there is no script."""
         self.replayer = Replayer(device, self._bring, self._open, self._done_with, self._note_back)
-        self._hooks: list[Any] = []
+        self._watched: list[tuple[nn.Module, Any, Any]] = []
+        self._hooks: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._step = 0
         self._reset()
 
     def _reset(self) -> None:
+        self._step += 1
         self._table: StorageTable[weakref.ref[Entry]] = StorageTable()
         self._entries: dict[int, weakref.ref[Entry]] = {}
         self._ordinals: dict[int, int] = {}
@@ -88,15 +92,34 @@ class Runner:
             if mod is module:
                 self._leave()
 
-        # Ours run innermost, so that the block is its forward and nothing else.
-        self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+        self._watched.append((module, enter, leave))
+        self._attach(len(self._watched) - 1)
+
+    def _attach(self, index: int) -> None:
+        """Hang our hooks innermost, so that the block is its forward and nothing else."""
+        module, enter, leave = self._watched[index]
+        before = module.register_forward_pre_hook(enter, with_kwargs=True)
+        after = module.register_forward_hook(leave, prepend=True, always_call=True)
+        self._hooks[index] = (before, after)
+
+    def _keep_innermost(self) -> None:
+        """Hang our hooks anew where the user has set others since."""
+        for index, (module, _, _) in enumerate(self._watched):
+            before, after = self._hooks[index]
+            last = next(reversed(module._forward_pre_hooks))
+            first = next(iter(module._forward_hooks))
+            if (last, first) != (before.id, after.id):
+                before.remove()
+                after.remove()
+                self._attach(index)
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
-        for hook in self._hooks:
-            hook.remove()
+        for before, after in self._hooks.values():
+            before.remove()
+            after.remove()
         self._hooks.clear()
+        self._watched.clear()
         self.script = self.evictor = None
 
     @contextlib.contextmanager
@@ -110,6 +133,7 @@ class Runner:
         if idle and recorder is None and self.evictor is None:
             yield
             return
+        self._keep_innermost()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -178,10 +202,11 @@ class Runner:
         self._advance(row.packed)
         entry = self._take(row, ordinal, tensor, note)
         if entry is None:
-            kept = Kept(tensor, note)
-            self._offer(row.storage, kept)
-            return kept
+            # Detached, else the frame would hold the graph that holds the frame.
+            self._offer(row.storage, Kept(tensor.detach()))
+            return Kept(tensor, note)
         handle = Handle(entry, ViewOf.of(tensor), tensor._version, row.unpacked, note)
+        handle.step = self._step
         if entry.state is not State.DROPPED:
             self._offer(row.storage, handle)
         return handle
@@ -270,7 +295,7 @@ class Runner:
         if isinstance(packed, Kept):
             return packed.open()
         asked, packed.asked = packed.asked, packed.asked + 1
-        if asked < len(packed.unpacked):
+        if asked < len(packed.unpacked) and packed.step == self._step:
             self._advance(packed.unpacked[asked])
         tensor = self._open(packed)
         if asked == 0:
@@ -330,7 +355,8 @@ class Runner:
 
     def _advance(self, position: int) -> None:
         """Do what is due up to a position."""
-        assert self.script is not None
+        if self.script is None:
+            return
         self._position = max(self._position, position)
         due = self.script.due
         while self._due < len(due) and due[self._due].position <= self._position:

@@ -57,7 +57,6 @@ def test_links_of_other_roots_do_not_meet() -> None:
     assert (traffic.finish(one), traffic.finish(two)) == pytest.approx((1.0, 1.0))
 
 
-@pytest.mark.xfail(strict=True, reason="a link takes its share of the root during its latency")
 def test_a_link_that_only_waits_for_its_latency_takes_no_share() -> None:
     """While one link is in its latency the other has the bus for itself."""
     lines = {"a": Road("a", 10.0, 0.0, "bus"), "b": Road("b", 10.0, 5.0, "bus")}

@@ -176,7 +176,6 @@ def test_plans_are_lawful_and_repeatable(seed: int, policy: str) -> None:
     assert all(isinstance(a, Move | Recompute) for a in one.actions)
 
 
-@pytest.mark.xfail(strict=True, reason="auto: KeyError for a replay at the end of the step")
 def test_a_block_whose_saved_tensors_are_never_asked_for() -> None:
     """Its output goes nowhere: its replay would never happen, and no policy stumbles over it."""
     from msgspec.structs import replace

@@ -213,9 +213,6 @@ def test_two_hops_to_disk() -> None:
     assert time_of(deep, disk=2.5) == UNPLANNED_S + 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the copy in of two hops does not wait for the second hop out"
-)
 def test_bytes_are_not_read_before_they_are_written() -> None:
     """At 1 B/s the disk has them all at 11 s at the soonest, and takes 10 s to give them."""
     assert time_of(move(S0, 1, 3, 7, 8, tier="disk"), disk=1.0) >= 11 + 10 + 4

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import legroom.memory.policies  # noqa: F401  (fills the registry)
+from legroom.api import Job
 from legroom.core.outcome import Outcome
 from legroom.machine.spec import Link, Machine, Tier
 from legroom.memory.actions import Action, Compress, Move, Recompute
-from legroom.api import Job
 from legroom.memory.plan import Plan, first_need, held_inputs
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.profile import Capture, capture_fake
@@ -99,6 +99,7 @@ def movable(step: Step, recomputes: Sequence[Recompute] = ()) -> list[int]:
         s
         for s in step.saves
         if s not in gone
+        and s not in step.unsettled
         and step.storages[s].num_bytes > 0
         and step.storages[s].release < first_need(step, s, held)
         and step.packed(s) < first_need(step, s, held) < len(step.ops)
@@ -248,12 +249,12 @@ class Rig:
         )
         self.step = self.capture.step
         self.runner = Runner(model, CPU)
-        self.tiers = Tiers(CPU, None)
+        self.tiers = Tiers(CPU, None, before_close=self.runner.mover.evacuate)
 
     def install(self, actions: Sequence[Action]) -> Script:
         """Take up these actions."""
-        script = Script(self.step, by_hand(self.step, actions))
-        self.runner.install(script, self.tiers.lanes_for(script), self.capture.forms)
+        script = Script(self.step, by_hand(self.step, actions), self.capture.forms)
+        self.runner.install(script, self.tiers.lanes_for(script.tier_bytes))
         return script
 
     def close(self) -> None:

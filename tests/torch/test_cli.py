@@ -254,7 +254,7 @@ def fitted(cpu: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     files = {"--page": "p.html", "--perfetto": "t.json", "--save-plan": "plan.json"}
     files |= {"--save-trace": "trace.json.gz"}
     options = [part for flag, name in files.items() for part in (flag, str(folder / name))]
-    steps = ["--steps", "5", "--verify", "--device", "cpu"]
+    steps = ["--steps", "9", "--verify", "--device", "cpu"]
     return folder, answer("fit", *JOB, *cpu, *BUDGET, *steps, *options)
 
 

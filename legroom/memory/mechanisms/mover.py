@@ -19,9 +19,9 @@ class Mover:
         self._owners: dict[tuple[str, int], weakref.ref[Entry]] = {}
 
     def use(self, lanes: Lanes | None) -> None:
-        """Go over these lanes from now on; what is out on the old ones comes back first."""
-        if lanes is not None and lanes is not self.lanes:
-            self.evacuate()
+        """Go over these lanes, with other places, from now on; what is still out comes back."""
+        self.evacuate()
+        if lanes is not None:
             self.lanes = lanes
 
     def evacuate(self) -> None:

@@ -104,18 +104,20 @@ def open_frame(
 class RandomState:
     """States of the default generators of CPU and device."""
 
-    cpu: Tensor
+    cpu: bytes
+    """As plain bytes: a tensor would count as memory of a CPU job."""
     device: Tensor | None
 
     @classmethod
     def take(cls, device: torch.device) -> "RandomState":
         """The states now."""
         on_gpu = device.type == "cuda"
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None)
+        cpu = torch.get_rng_state().numpy().tobytes()
+        return cls(cpu, torch.cuda.get_rng_state(device) if on_gpu else None)
 
     def put(self, device: torch.device) -> None:
         """Set the generators back to these states."""
-        torch.set_rng_state(self.cpu)
+        torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
 
