@@ -124,6 +124,7 @@ def run_case(args: argparse.Namespace) -> dict[str, object]:
         around = peer_context(args.case_tool, model)
     batch = example.make_batch(0)
     seconds: list[float] = []
+    host: list[tuple[float, float]] = []
     for i in range(args.warm + args.steps):
         if i == args.warm:
             sync(device, reset=True)
@@ -131,15 +132,20 @@ def run_case(args: argparse.Namespace) -> dict[str, object]:
         with job.step() if job is not None else contextlib.nullcontext():
             with around():
                 loss = example.loss_fn(model, batch)
+            turned = time.perf_counter()
             loss.backward()
+            ended = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         sync(device)
         took = time.perf_counter() - begin
         if i >= args.warm:
             seconds.append(took)
+            host.append((turned - begin, ended - turned))
     row: dict[str, object] = {
         "ms": round(statistics.median(seconds) * 1e3, 2),
+        "host_forward_ms": round(statistics.median(f for f, _ in host) * 1e3, 2),
+        "host_backward_ms": round(statistics.median(b for _, b in host) * 1e3, 2),
         "loss": float(loss.detach()),
         "warm_s": round(time.perf_counter() - started, 1),
     }
@@ -165,6 +171,7 @@ def legroom_row(job: object, args: argparse.Namespace) -> dict[str, object]:
         "predicted_ms": round(both.predicted.step_s * 1e3, 2),
         "predicted_gib": round(both.predicted.device_bytes / GIB, 3),
         "measured_gib": round(both.measured.device_bytes / GIB, 3),
+        "replay_host_ms": round(both.measured.recompute_s * 1e3, 2),
         "stall_ms": round(both.measured.stall_s * 1e3, 2),
         "predicted_stall_ms": round(both.predicted.stall_s * 1e3, 2),
         "recompute_ms": round(both.predicted.recompute_s * 1e3, 2),
