@@ -347,16 +347,12 @@ def _cpu_links(drive: PairRates) -> _Links:
 
 
 def _cuda_links(bench: _Bench, drive: PairRates) -> _Links:
-    num_bytes = bench.sizes.copy_bytes
-    with (
-        _pinned(num_bytes) as (near, pin_1),
-        _pinned(num_bytes) as (far, pin_2),
-        _pinned(num_bytes) as (_, pin_3),
-        torch.cuda.device(bench.target),
-    ):
+    size, here = bench.sizes.copy_bytes, torch.cuda.device(bench.target)
+    one, two, three = (_pinned(size) for _ in range(3))
+    with one as (near, pin_1), two as (far, pin_2), three as (_, pin_3), here:
         bus = _copy_rates(bench, near, far)
     links = (*_pair("device", "host", "pcie", bus), *_pair("host", "disk", "disk", drive))
-    pin_s = median((pin_1, pin_2, pin_3)) / num_bytes
+    pin_s = median((pin_1, pin_2, pin_3)) / size
     return links, {"pcie": bus.both, "disk": drive.both}, pin_s
 
 

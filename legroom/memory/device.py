@@ -22,6 +22,10 @@ class Meter(ABC):
     def last(self) -> tuple[float, dict[str, int]]:
         """Seconds and peaks of the last measured step; no peaks if they were not taken."""
 
+    def host_s(self) -> float:
+        """How long the host was busy with the last step; 0 where it is the device itself."""
+        return 0.0
+
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""
         return 0
@@ -79,6 +83,7 @@ class CudaMeter(Meter):
         self.device = device
         self.slack = self.SLACK
         self._retries = 0
+        self._host_s = 0.0
         self._begin, self._end = timing_event(), timing_event()
 
     @contextlib.contextmanager
@@ -86,8 +91,14 @@ class CudaMeter(Meter):
         """Measure one step."""
         torch.cuda.reset_peak_memory_stats(self.device)
         self._begin.record()
+        start = time.perf_counter()
         yield
+        self._host_s = time.perf_counter() - start
         self._end.record()
+
+    def host_s(self) -> float:
+        """How long the host took to enqueue the last step."""
+        return self._host_s
 
     def last(self) -> tuple[float, dict[str, int]]:
         """Seconds, and peaks of allocated and reserved bytes; waits for the step to end."""

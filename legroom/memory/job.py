@@ -2,9 +2,11 @@
 
 [Note: visits] Steps are told apart by their signature. The first visit of a signature runs under
 a plan made from a fake capture, so the budget holds before anything was measured; a model that
-fake tensors cannot follow runs under the online rule instead. The second visit is recorded as it
-runs. From the third on the plan made from that recording is in force; measured time and peak then
-stand beside the predicted ones, and a plan whose time comes out otherwise is made anew.
+fake tensors cannot follow runs under the online rule instead. The second visit runs the same way,
+warm, and is timed as a whole; the third is recorded op by op, and its times are brought to the
+scale of the second. From the fourth on the plan made from that recording is in force; measured
+time and peak then stand beside the predicted ones, and a plan whose time comes out otherwise is
+made anew.
 """
 
 import contextlib
@@ -24,10 +26,10 @@ from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.device import Meter, make_meter
 from legroom.memory.kinds import Kind, Measurement, rescaled
-from legroom.memory.online import Evictor
+from legroom.memory.online import make_evictor
 from legroom.memory.plan import Plan
 from legroom.memory.planner import make_plan
-from legroom.memory.profile import capture_fake, capture_real, stand_in_loss
+from legroom.memory.profile import Capture, capture_fake, capture_real, stand_in_loss, state_rule
 from legroom.memory.recorder import Recorder
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
@@ -41,8 +43,8 @@ from legroom.memory.verify import Snapshot, Verdict, verify_step
 
 SAFE = 0.88
 """Share of the budget that the first, unmeasured plan of a signature may use."""
-ONLINE = 0.5
-"""Share of the free budget that saved tensors may take under the online rule."""
+WARM = 2
+"""Visits before a signature is recorded."""
 SETTLED = 3
 """Measured steps before a plan is judged."""
 MAX_REPLANS = 3
@@ -135,7 +137,7 @@ class MemoryJob:
             )
 
     def _open(self, kind: Kind, stack: contextlib.ExitStack) -> None:
-        if kind.visits == 0 or kind.recorded:
+        if kind.visits < WARM or kind.recorded:
             stack.enter_context(self.meter.step())
             stack.enter_context(self.runner.following())
             return
@@ -168,7 +170,7 @@ class MemoryJob:
                 stand_in_loss,
                 self.machine,
                 device=self.device,
-                optimizer=self._state_rule(),
+                optimizer=state_rule(self.optimizer, self.device),
                 blocks=self.blocks,
                 signature=kind.signature,
             )
@@ -200,20 +202,9 @@ class MemoryJob:
                 return make_plan(step, self.machine, tight, name, lossy=self.lossy)
         return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
 
-    def _state_rule(self) -> str:
-        if self.optimizer is None:
-            return "none"
-        name, group = type(self.optimizer).__name__.lower(), self.optimizer.param_groups[0]
-        if name == "sgd":
-            return "sgd-momentum" if group.get("momentum") else "sgd"
-        default = group.get("foreach") is None and not group.get("fused")
-        foreach = group.get("foreach") or (default and self.device.type == "cuda")
-        return "adamw-foreach" if foreach else "adamw"
-
     def _plan(self, kind: Kind) -> None:
         assert kind.capture is not None
-        budget = self.planning_budget()
-        step = kind.capture.step
+        budget, step = self.planning_budget(), kind.capture.step
         before = kind.plan.actions if kind.plan is not None else None
         kind.plan = make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
         kind.script = Script(step, kind.plan, kind.capture.forms)
@@ -236,21 +227,14 @@ class MemoryJob:
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
-        held = [p for p in (*self.model.parameters(), *self.model.buffers())]
-        held += [x for x in tree_leaves(dict(self.optimizer.state) if self.optimizer else {})]
+        states = tree_leaves(dict(self.optimizer.state) if self.optimizer else {})
+        held = (*self.model.parameters(), *self.model.buffers(), *states)
         static = sum(x.nbytes for x in held if isinstance(x, Tensor))
-        free = self.planning_budget()["device"] - static
-        tier = "host" if self.budget.get("host") else "disk"
-        room = min(self.budget.get(tier, 0), 4 * self.budget["device"])
-        if free <= 0 or room <= 0:
-            raise BudgetError(
-                f"weights and optimizer states alone take {format_bytes(static)} of the budget of "
-                f"{format_bytes(self.budget['device'])}",
-                missing_bytes=max(-free, 0),
-            )
-        lanes = self.tiers.lanes_for({tier: room})
+        budget = self.planning_budget()
+        evictor = make_evictor(budget, static, budget["device"] - static)
+        lanes = self.tiers.lanes_for({evictor.tier: evictor.tier_bytes})
         assert lanes is not None
-        self.runner.install_online(Evictor(int(free * ONLINE), tier, room), lanes)
+        self.runner.install_online(evictor, lanes)
 
     # -- after a step ------------------------------------------------------------------------
 
@@ -268,7 +252,10 @@ class MemoryJob:
             kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
         if self._recording is not None:
             self._use_recording(kind)
-        elif kind.recorded:
+        elif not kind.recorded:
+            seconds, _ = self.meter.last()
+            kind.reference = (seconds, self.meter.host_s() - self.runner.replayer.seconds)
+        else:
             self._measure(kind)
             if len(kind.measurements) % SETTLED == 0 and kind.replans < MAX_REPLANS:
                 self._calibrate(kind)
@@ -288,8 +275,21 @@ class MemoryJob:
             blocks=self.blocks,
             signature=kind.signature,
         )
+        kind.capture = self._to_scale(kind, kind.capture)
         kind.recorded = True
         self._plan(kind)
+
+    def _to_scale(self, kind: Kind, capture: Capture) -> Capture:
+        """Times as they are without the recorder: those of the warm step under the same plan."""
+        if kind.reference is None or kind.script is None:
+            return capture
+        actions = kind.script.plan.recomputes
+        known = len(capture.step.blocks) == len(kind.script.step.blocks)
+        if kind.script.moves or (actions and not known):
+            return capture
+        seconds, host_s = kind.reference
+        predicted = Simulator(capture.step, self.machine).time(actions)
+        return rescaled(capture, seconds / predicted, host_s if self.device.type == "cuda" else 0.0)
 
     def _measure(self, kind: Kind) -> None:
         seconds, peaks = self.meter.last()
@@ -320,8 +320,7 @@ class MemoryJob:
         if abs(off) <= TOLERANCE * kind.step_s and not pressed:
             return
         kind.replans += 1
-        simulator = Simulator(kind.capture.step, self.machine)
-        busy_s = simulator.busy_s(kind.plan.actions)
+        busy_s = Simulator(kind.capture.step, self.machine).busy_s(kind.plan.actions)
         if busy_s > TOLERANCE * kind.step_s:
             contention = min(max(self.machine.contention + off / busy_s, 0.0), 2.0)
             self.machine = msgspec.structs.replace(self.machine, contention=contention)

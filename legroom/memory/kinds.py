@@ -39,6 +39,8 @@ class Kind:
     script: Script | None = None
     recorded: bool = False
     """Whether the trace comes from a real step."""
+    reference: tuple[float, float] | None = None
+    """Time of a warm step before the recording: whole, and of the host alone."""
     replans: int = 0
     strayed: int = 0
     """Steps in a row that left the script: after a few it is recorded anew."""
@@ -74,8 +76,9 @@ class Kind:
         )
 
 
-def rescaled(capture: Capture, factor: float) -> Capture:
-    """The same trace with every op slower or faster by a factor."""
+def rescaled(capture: Capture, factor: float, host_s: float | None = None) -> Capture:
+    """The same trace with every op slower or faster by a factor, and the host's time if given."""
     ops = tuple(msgspec.structs.replace(op, time_s=op.time_s * factor) for op in capture.step.ops)
-    step: Step = msgspec.structs.replace(capture.step, ops=ops)
+    host_s = capture.step.host_s if host_s is None else host_s
+    step: Step = msgspec.structs.replace(capture.step, ops=ops, host_s=host_s)
     return Capture(with_variants(step), capture.forms)

@@ -6,8 +6,9 @@ first is needed last: evicting the oldest is what a look into the future would c
 
 import weakref
 from collections import deque
+from collections.abc import Mapping
 
-from legroom.core.errors import TierError
+from legroom.core.errors import BudgetError, TierError
 from legroom.core.units import format_bytes
 from legroom.memory.mechanisms.entry import Entry, State
 from legroom.memory.mechanisms.mover import Mover
@@ -17,12 +18,17 @@ from legroom.memory.mechanisms.tickets import Place
 PAGE_BYTES = 4096
 
 
+SHARE = 0.5
+"""Share of the free budget that saved tensors may take; the rest is for work in progress."""
+
+
 class Evictor:
     """Bounds the bytes of saved tensors on the device."""
 
     def __init__(self, limit_bytes: int, tier: str, tier_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.tier = tier
+        self.tier_bytes = tier_bytes
         self._free = FreeList(tier_bytes, align=PAGE_BYTES)
         self._here: deque[weakref.ref[Entry]] = deque()
         self._sizes: dict[int, int] = {}
@@ -54,3 +60,19 @@ class Evictor:
         mover.copy_out(entry)
         mover.leave(entry)
         self._sizes.pop(id(entry), None)
+
+
+def make_evictor(budget: Mapping[str, int], static_bytes: int, free_bytes: int) -> Evictor:
+    """A rule for a budget of which weights and states already take so much.
+
+    Raises BudgetError when they leave nothing, or when there is no lower tier to move to.
+    """
+    tier = "host" if budget.get("host") else "disk"
+    room = min(budget.get(tier, 0), 4 * budget["device"])
+    if free_bytes <= 0 or room <= 0:
+        raise BudgetError(
+            f"weights and optimizer states take {format_bytes(static_bytes)} of the budget of "
+            f"{format_bytes(budget['device'])}, and {format_bytes(room)} of a lower tier is free",
+            missing_bytes=max(-free_bytes, 0),
+        )
+    return Evictor(int(free_bytes * SHARE), tier, room)

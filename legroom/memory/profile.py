@@ -166,6 +166,18 @@ def _shift(position: int, end: int) -> int:
     return position + 1 if position >= end else position
 
 
+def state_rule(optimizer: torch.optim.Optimizer | None, device: torch.device) -> str:
+    """The rule that tells what an optimizer will keep, by its class and settings."""
+    if optimizer is None:
+        return "none"
+    name, group = type(optimizer).__name__.lower(), optimizer.param_groups[0]
+    if name == "sgd":
+        return "sgd-momentum" if group.get("momentum") else "sgd"
+    default = group.get("foreach") is None and not group.get("fused")
+    foreach = group.get("foreach") or (default and device.type == "cuda")
+    return "adamw-foreach" if foreach else "adamw"
+
+
 def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
     """The model's own loss if it gives one, else a sum over all it returns."""
     args, kwargs = batch

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from legroom.memory.mechanisms.compress import decode, encode
@@ -47,6 +48,8 @@ class Runner:
         self._watched: list[tuple[nn.Module, Any, Any]] = []
         self._hooks: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
         self._step = 0
+        self._regional = False
+        self._guard: saved_tensors_hooks | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -134,12 +137,23 @@ class Runner:
             yield
             return
         self._keep_innermost()
+        # With replays alone, only their blocks need watching; moves want every tick.
+        self._regional = recorder is None and self.script is not None and self.script.regional
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with contextlib.nullcontext() if self._regional else self._saving():
                 yield
         finally:
+            self._unwatch()
             self.recorder = None
             self._block, self._frame = -1, None
+
+    def _saving(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _unwatch(self) -> None:
+        if self._guard is not None:
+            self._guard.__exit__()
+            self._guard = None
 
     def _quiet(self) -> contextlib.AbstractContextManager[None]:
         """Keep the runtime's own work out of a recording."""
@@ -157,12 +171,16 @@ class Runner:
         how = self.script.replays.get(self._block)
         self._frame = None
         if how is not None:
+            if self._regional:
+                self._guard = self._saving()
+                self._guard.__enter__()
             with self._quiet():
                 self._frame = open_frame(self._block, how, module, (args, kwargs), self.device)
 
     def _leave(self) -> None:
         if self.replayer.running or in_backward():
             return
+        self._unwatch()
         frame = self._frame
         if frame is not None:
             frame.whole |= self._ordinals.get(self._block, 0) != frame.how.num_saves

@@ -103,6 +103,11 @@ class Script:
         return offsets, used
 
     @property
+    def regional(self) -> bool:
+        """Whether all there is to do happens inside recomputed blocks."""
+        return not self.moves and not self.codecs
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do at all."""
         return not self.plan.actions

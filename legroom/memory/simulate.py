@@ -53,6 +53,10 @@ class Event(NamedTuple):
 OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START = range(6)
 
 
+MOVE_HOST_S = 150e-6
+"""Host time of one move, out and back."""
+
+
 class Simulator:
     """One step on one machine; each `run` plays one list of actions."""
 
@@ -224,7 +228,15 @@ class Play:
             self._fire(event)
             self.position_s.append((at, self.now_s))
         self.now_s += until[-1] - until[at]
-        return self.now_s + self.contended_s
+        return max(self.now_s + self.contended_s, self.host_s)
+
+    @property
+    def host_s(self) -> float:
+        """Time the host is busy: a device that waits for its orders is no faster."""
+        if not self.sim.step.host_s:
+            return 0.0
+        replays = sum(r.variant.host_s for r in self.replays)
+        return self.sim.step.host_s + replays + len(self.moves) * MOVE_HOST_S
 
     @property
     def busy_s(self) -> float:

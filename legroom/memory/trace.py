@@ -101,6 +101,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     replay_s: float = 0.0
     replay_peak_bytes: int = 0
     """Most bytes the replay holds at once, dropped storages included."""
+    host_s: float = 0.0
+    """About how long the host is busy with the replay, whatever the device does."""
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +140,8 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
     """Whose times these are."""
     capture: str
     """"fake" or "real"."""
+    host_s: float = 0.0
+    """How long the host is busy with the unplanned step; 0 where it is not a matter."""
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     saved: tuple[Saved, ...]

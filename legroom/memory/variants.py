@@ -18,6 +18,10 @@ from scipy.sparse import coo_matrix
 from legroom.memory.trace import FULL, Block, Kind, Op, Step, Variant
 
 MAX_VARIANTS = 8
+HOST_OP_S = 25e-6
+"""Host time of one op that runs again, modules and all; about, on today's machines."""
+HOST_SKIP_S = 50e-6
+"""The same where ops are looked at one by one, so that some can be skipped."""
 
 Points = dict[tuple[int, float], tuple[tuple[int, ...], tuple[int, ...]]]
 """Hull points found: (bytes, seconds) to (drops, replays)."""
@@ -175,6 +179,7 @@ def _variant(graph: _Graph, shape: _Shape) -> Variant:
         dropped_bytes=sum(graph.step.storages[s].num_bytes for s in drops),
         replay_s=sum(ops[i].time_s for i in replays),
         replay_peak_bytes=_replay_peak(graph, set(drops), set(replays), last),
+        host_s=(last - first + 1) * (HOST_OP_S if shape.name == FULL else HOST_SKIP_S),
     )
 
 

@@ -19,6 +19,7 @@ from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.policies.every_nth import every_nth
 from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.recompute_all import recompute_all
+from legroom.memory.policies.repair import repair
 from legroom.memory.policies.swap_all import movable, swap_all
 from legroom.memory.schedule import Want, peak_position, schedule, tighten
 
@@ -67,6 +68,9 @@ def _search(problem: Problem, program: Program, share: float) -> list[Action] | 
         shape = problem.simulator.shape(actions)
         if shape.peak <= problem.limit:
             return actions
+        mended = repair(problem, actions)
+        if mended is not None:
+            return mended
         program.cut(peak_position(shape.during, shape.replays), shape.peak - problem.limit)
     return None
 
@@ -138,7 +142,8 @@ def _least(problem: Problem, program: Program) -> Choice:
     It does not look at the budget, so that the budget an error names is one that works.
     """
     candidates = [realise(problem, answer, 0) for answer in program.smallest()]
-    candidates += [list(choice.actions) for choice in (swap_all(problem), recompute_all(problem))]
+    bare = problem._replace(budget={**problem.budget, "device": 0})
+    candidates += [list(plain(bare).actions) for plain in (swap_all, recompute_all)]
     peaks = [problem.simulator.shape(c).peak for c in candidates]
     best = candidates[int(np.argmin(peaks))]
     if min(peaks) > problem.limit:

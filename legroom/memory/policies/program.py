@@ -10,6 +10,7 @@ from legroom.core.quiet import silenced
 from legroom.memory.plan import replay_position
 from legroom.memory.planner import Problem
 from legroom.memory.schedule import leave_position
+from legroom.memory.simulate import MOVE_HOST_S
 
 SLOTS = 96
 """About how many slots of time the step is cut into."""
@@ -56,6 +57,7 @@ class Program:
         self._column_variants()
         self._column_moves(storages)
         self._column_links()
+        self.late_host = self._column(1.0)
         self._spots()
 
     # -- columns -----------------------------------------------------------------------------
@@ -201,6 +203,15 @@ class Program:
             }
             self._scaled(rows, terms, self.problem.budget[tier])
 
+    def _host_row(self, rows: _Rows) -> None:
+        """The host's own work for replays and moves, where it is a matter: late if too much."""
+        free_s = self.step.compute_s - self.step.host_s
+        if not self.step.host_s:
+            return
+        terms = {c: self.step.blocks[b].variants[v].host_s for (b, v), c in self.variants.items()}
+        terms |= dict.fromkeys(self.moves.values(), MOVE_HOST_S)
+        rows.add(terms | {self.late_host: -1.0}, max(free_s, 0.0))
+
     def _link_rows(self, rows: _Rows, share: float) -> None:
         count = len(self.edges) - 1
         until = self.sim.until
@@ -248,6 +259,7 @@ class Program:
         self._memory_rows(rows, self.problem.limit)
         self._choice_rows(rows)
         self._link_rows(rows, share)
+        self._host_row(rows)
         return self._run(rows, np.array(self.cost), len(self.cost))
 
     def smallest(self) -> list[Answer]:
