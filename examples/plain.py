@@ -1,4 +1,4 @@
-"""Train a small language model, with nothing but PyTorch; `with_legroom.py` is the same in less memory.
+"""Train a small language model with PyTorch alone; `with_legroom.py` does it in less memory.
 
 python examples/plain.py
 """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from legroom.api import Job
     from legroom.memory.kinds import Kind
 
-NUM_STEPS = 6
+NUM_STEPS = 10
 
 
 @verb
@@ -43,7 +43,7 @@ def fit(
     device: DeviceName = None,
     sizes: Sizes = None,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Steps to train; measured from the third on.")
+        int, typer.Option("--steps", min=1, help="Steps to train; measured from the fourth on.")
     ] = NUM_STEPS,
     disk_dir: Annotated[
         str | None, typer.Option("--disk-dir", help="Where tensors that go to disk are put.")
@@ -63,8 +63,8 @@ def fit(
 ) -> Answer:
     """Train a job on this machine under a memory budget.
 
-    The first step is planned from fake tensors, so the budget holds from the start; the second
-    is recorded; from the third on the plan made from that recording is in force and measured:
+    The first two steps run under a plan from fake tensors, so the budget holds from the start;
+    the third is recorded; from the fourth on the plan made from that recording is in force:
 
         legroom fit transformer --budget 120MiB --verify
 
@@ -118,7 +118,7 @@ def _report(job: "Job") -> tuple[dict[str, Any], list[RenderableType]]:
     if comparison.predicted.costs:
         shown.append(costs_table(comparison.predicted))
     if comparison.measured is None:
-        shown.append("Nothing is measured before the third step: use --steps 3 or more.")
+        shown.append("Nothing is measured before the fourth step: use --steps 4 or more.")
     over = over_budget(comparison.measured or comparison.predicted, job.budget)
     document = {"fits": not over, "policy": plan.policy, "why": plan.why, "budget": job.budget}
     return document | {"machine": plan.machine, "comparison": comparison}, shown

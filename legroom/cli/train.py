@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from legroom.examples import Job as Example
     from legroom.memory.device import Meter
 
-VISITS = ("planning from fake tensors", "recording", "measuring")
-"""What a job does in its first step, its second, and all later ones."""
+VISITS = ("planning from fake tensors", "warming up", "recording", "measuring")
+"""What a job does in its first three steps, and all later ones."""
 
 
 class Training(NamedTuple):
@@ -42,7 +42,7 @@ def train(training: Training, job: "Job", num_steps: int, advance: Advance) -> l
     losses = []
     for i in range(num_steps):
         batch = training.example.make_batch(seed=i)
-        advance(VISITS[min(i, 2)], 0.0)
+        advance(VISITS[min(i, 3)], 0.0)
         ask_for_peaks(job.meter, i == num_steps - 1)
         with job.step():
             losses.append(training.step(batch))

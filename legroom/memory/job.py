@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from legroom.core.errors import BudgetError, LegroomError, StepError
+from legroom.core.errors import BudgetError, LegroomError, RecordError, StepError
 from legroom.core.outcome import Comparison, Timeline
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
@@ -284,11 +284,13 @@ class MemoryJob:
         if kind.reference is None or kind.script is None:
             return capture
         actions = kind.script.plan.recomputes
-        known = len(capture.step.blocks) == len(kind.script.step.blocks)
-        if kind.script.moves or (actions and not known):
+        if kind.script.moves:
             return capture
         seconds, host_s = kind.reference
-        predicted = Simulator(capture.step, self.machine).time(actions)
+        try:
+            predicted = Simulator(capture.step, self.machine).time(actions)
+        except RecordError:  # the recording gave the blocks other variants
+            return capture
         return rescaled(capture, seconds / predicted, host_s if self.device.type == "cuda" else 0.0)
 
     def _measure(self, kind: Kind) -> None:
@@ -334,10 +336,8 @@ class MemoryJob:
         """Predicted beside measured for a signature (the last one run by default)."""
         kind = self.known(kind)
         assert kind.capture is not None and kind.plan is not None
-        unlimited = Simulator(kind.capture.step, self.machine).run([], "keep_all")
-        return Comparison(
-            predicted=kind.plan.predicted, measured=kind.measured(), unlimited=unlimited
-        )
+        free = Simulator(kind.capture.step, self.machine).run([], "keep_all")
+        return Comparison(predicted=kind.plan.predicted, measured=kind.measured(), unlimited=free)
 
     def timeline(self, kind: Kind | None = None) -> Timeline:
         """The step over time as the simulator sees it under the plan in force."""

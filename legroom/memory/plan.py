@@ -123,8 +123,7 @@ def sources(step: Step, block: int, variant: Variant) -> list[int]:
         row.storage
         for row in step.saved_in(block)
         if row.storage not in variant.drops
-        and step.storages[row.storage].birth >= step.blocks[block].first
-        and row.packed <= variant.last + 1
+        and step.blocks[block].first <= step.storages[row.storage].birth <= variant.last
     ]
 
 

@@ -120,7 +120,6 @@ def test_auto_without_moves_equals_the_best_of_all(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(15))
 def test_auto_is_never_slower_than_the_plain_policies(seed: int, rate: float) -> None:
     """Wherever every_nth or swap_all keeps a budget, auto keeps it in no more time."""
-    reason = "auto does not try the plain policies' plans, and its model leaves some out"
     step, draw = random_chain(seed), random.Random(seed)
     limits = budget(step, draw.uniform(0.3, 1.0), host=draw.choice([30, 10**6]))
     found = {p: planned(step, limits, p, rate) for p in ("every_nth", "swap_all", "auto")}

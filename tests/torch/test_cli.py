@@ -255,7 +255,7 @@ def fitted(cpu: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     files = {"--page": "p.html", "--perfetto": "t.json", "--save-plan": "plan.json"}
     files |= {"--save-trace": "trace.json.gz"}
     options = [part for flag, name in files.items() for part in (flag, str(folder / name))]
-    steps = ["--steps", "9", "--verify", "--device", "cpu"]
+    steps = ["--steps", "10", "--verify", "--device", "cpu"]
     return folder, answer("fit", *JOB, *cpu, *BUDGET, *steps, *options)
 
 
@@ -264,7 +264,7 @@ def test_fit_keeps_the_budget_with_identical_gradients(fitted: tuple[Path, Any])
     assert found["fits"] is True and found["verdict"]["identical"] is True
     measured = found["comparison"]["measured"]
     assert 0 < measured["peak_bytes"]["device"] <= found["budget"]["device"] == 2_500_000
-    assert len(found["losses"]) == 9
+    assert len(found["losses"]) == 10
 
 
 def test_fit_writes_what_it_was_asked_to(fitted: tuple[Path, Any]) -> None:
@@ -306,7 +306,7 @@ def test_fit_that_cannot_fit_is_code_1(cpu: list[str]) -> None:
 def test_fit_of_few_steps_says_why_nothing_is_measured(cpu: list[str]) -> None:
     options = ["--steps", "2", "--device", "cpu", "--optimizer", "sgd"]
     result = call("fit", *JOB, *cpu, *options)
-    assert result.exit_code == 0 and "before the third step" in result.stdout
+    assert result.exit_code == 0 and "before the fourth step" in result.stdout
 
 
 # -- show, probe, demo ---------------------------------------------------------------------------

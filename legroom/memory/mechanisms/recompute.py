@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms.entry import Entry, Handle, Kept
 from legroom.memory.recorder import is_silent, op_name
-from legroom.memory.saved import ViewOf
+from legroom.memory.saved import StorageTable, ViewOf
 from legroom.memory.script import Replay
 
 
@@ -238,6 +238,8 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.forms, self.runs, self.kept = forms, runs, kept
         self.next = 0
         self._off = False
+        self._holes: StorageTable[bool] = StorageTable()
+        """Storages given out without values."""
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -256,10 +258,17 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         index, form = self._find(op_name(func))
         if index in self.runs:
+            self._check_whole(func, args, kwargs)
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             return _written(func, args, kwargs)
         return self._stand_in(form, args)
+
+    def _check_whole(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Nothing that runs may read memory nobody wrote: rather run the whole block again."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and self._holes.get(leaf.untyped_storage()):
+                raise Diverged(f"{func} reads what was skipped")
 
     def _find(self, name: str) -> tuple[int, OpForm]:
         """The traced op this one is; bookkeeping that is left out now is passed over."""
@@ -284,7 +293,9 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat = self.kept(storage)
         if flat is not None:
             return view.on(flat)
-        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+        hole = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+        self._holes.put(hole.untyped_storage(), True)
+        return hole
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
