@@ -1,4 +1,4 @@
-"""The public functions: fit, estimate, verify, plan, simulate, probe."""
+"""The public functions: fit, estimate, trace, verify."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

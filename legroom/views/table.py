@@ -156,6 +156,8 @@ def _row(
 ) -> Row:
     predicted = get(comparison.predicted)
     measured = None if comparison.measured is None else get(comparison.measured)
+    if name.startswith("peak") and not measured:  # peaks are not taken at every step
+        measured = None
     unlimited = NONE if comparison.unlimited is None else show(get(comparison.unlimited))
     if measured is None:
         return name, show(predicted), NONE, NONE, unlimited

@@ -42,7 +42,6 @@ def test_a_planned_step_gives_the_same_gradients(name: str, share: float) -> Non
         torch.cuda.empty_cache()
         with legroom.fit(example.model, optimizer, budget=budget) as job:
             batch = example.make_batch(0)
-            torch.cuda.set_per_process_memory_fraction(1.0)  # the unplanned step needs the room
             verdict = job.verify(lambda: example.loss_fn(example.model, batch))
         assert job.current.plan.actions
         assert verdict.holds, str(verdict)
@@ -57,7 +56,7 @@ def test_the_budget_holds_and_the_peak_is_as_predicted(name: str) -> None:
     example, optimizer, budget = budget_for(name, 0.5)
     torch.cuda.empty_cache()
     with legroom.fit(example.model, optimizer, budget=budget) as job:
-        for seed in range(6):
+        for seed in range(10):
             with job.step():
                 example.loss_fn(example.model, example.make_batch(seed)).backward()
                 optimizer.step()
@@ -65,4 +64,3 @@ def test_the_budget_holds_and_the_peak_is_as_predicted(name: str) -> None:
         both = job.comparison()
         assert both.measured.peak_bytes["reserved"] <= budget
         assert abs(both.peak_error) < 0.03, (both.predicted.peak_bytes, both.measured.peak_bytes)
-    torch.cuda.set_per_process_memory_fraction(1.0)
