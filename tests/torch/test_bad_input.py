@@ -1,0 +1,140 @@
+"""What a user may get wrong: a clear error each, nothing changed, no hooks left behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import legroom
+from legroom.memory.mechanisms import pool
+from tests.torch.nets import Mlp, rows, stack
+from tests.torch.support import MACHINE, weigh
+
+
+def fit(model: nn.Module, **given: Any) -> legroom.Job:
+    """A job with a machine given, so that nothing is probed."""
+    return legroom.fit(model, **{"budget": "1GiB", "machine": MACHINE, **given})
+
+
+def hooks(model: nn.Module) -> int:
+    """How many forward hooks the model carries."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": "autoo"}, "Did you mean 'auto'"),
+        ({"machine": "h20"}, "Did you mean 'h200'"),
+        ({"machine": "no/such/file.json"}, "no machine file"),
+        ({"budget": "16"}, "a number and a unit"),
+        ({"budget": "16 bananas"}, "unknown unit"),
+        ({"budget": -5}, "above zero"),
+        ({"budget": "-1GiB"}, "above zero"),
+        ({"budget": "900TiB"}, "larger than the device"),
+        ({"budget": {"host": "1GiB"}}, "names 'device'"),
+        ({"budget": {"device": "1GiB", "tape": "1GiB"}}, "tape"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: dict[str, Any], words: str) -> None:
+    """The error says what is wrong and what would be right, and the model stays free of hooks."""
+    model = stack(Mlp)
+    with pytest.raises(legroom.InputError, match=words):
+        fit(model, **given)
+    assert hooks(model) == 0
+
+
+def test_the_optimizer_of_another_model_is_refused() -> None:
+    """It would update weights that no step of this job touches."""
+    model, other = stack(Mlp), stack(Mlp)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(legroom.InputError, match="none of the model's parameters"):
+        fit(model, optimizer=optimizer)
+    assert hooks(model) == 0
+
+
+def test_a_model_without_values_is_refused() -> None:
+    """A model on the meta device cannot train."""
+    with pytest.raises(legroom.InputError, match="meta device"):
+        fit(nn.Linear(4, 4, device="meta"))
+    with pytest.raises(legroom.InputError, match="no parameters"):
+        fit(nn.ReLU())
+
+
+def test_a_step_without_backward_leaves_nothing_behind() -> None:
+    """The next step is planned and right all the same."""
+    model = stack(Mlp)
+    with fit(model) as job:
+        with job.step():
+            weigh(model(rows()))
+        with job.step():
+            weigh(model(rows())).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert hooks(model) == 0
+
+
+def test_a_step_without_a_forward_warns() -> None:
+    """Nothing was planned: most likely another model was called."""
+    model = stack(Mlp)
+    with fit(model) as job, pytest.warns(UserWarning, match="without a forward"), job.step():
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:legroom. the step ended")
+def test_steps_do_not_nest_and_end_with_the_job() -> None:
+    """Both are said in words."""
+    model = stack(Mlp)
+    job = fit(model)
+    with job.step(), pytest.raises(legroom.StepError, match="do not nest"), job.step():
+        pass
+    job.close()
+    with pytest.raises(legroom.StepError, match="closed"), job.step():
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:legroom. the step ended")
+def test_a_budget_that_cannot_be_kept_is_refused_with_figures() -> None:
+    """By how much, the smallest that works, and which tensors dominate."""
+    model = stack(Mlp)
+    with fit(model, budget=1000) as job, job.step():
+        with pytest.raises(legroom.BudgetError, match="smallest budget that works") as caught:
+            model(rows())
+        assert caught.value.missing_bytes > 0
+        assert caught.value.smallest_bytes is not None
+        weigh(nn.functional.linear(rows(), torch.ones(64, 64, requires_grad=True))).backward()
+    assert hooks(model) == 0
+
+
+def test_a_disk_that_cannot_be_written_is_a_tier_error(tmp_path: Path) -> None:
+    """The folder is named; the model is free afterwards."""
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    model = stack(Mlp)
+    budget = {"device": "1GiB", "disk": "1GiB"}
+    with (
+        pytest.raises(legroom.TierError, match="file"),
+        fit(model, budget=budget, policy="swap_all", disk_dir=str(blocked)) as job,
+        job.step(),
+    ):
+        weigh(model(rows())).backward()
+    assert hooks(model) == 0
+
+
+def test_host_memory_that_is_not_there_is_a_tier_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how much is missing, before anything is taken."""
+
+    def refuse(num_bytes: int) -> None:
+        raise legroom.TierError(f"{num_bytes} bytes of host memory are missing")
+
+    monkeypatch.setattr(pool, "_check_available", refuse)
+    model = stack(Mlp)
+    budget = {"device": "1GiB", "host": "1GiB"}
+    with (
+        pytest.raises(legroom.TierError, match="host memory"),
+        fit(model, budget=budget, policy="swap_all") as job,
+        job.step(),
+    ):
+        weigh(model(rows())).backward()
+    assert hooks(model) == 0
