@@ -42,7 +42,9 @@ class Job(MemoryJob):
         kind = self.known()
         assert kind.capture is not None and kind.plan is not None
         step = kind.capture.step
-        return write_page(path, step, kind.plan, self.comparison(kind), self.timeline(kind))
+        measured = self.meter.timeline(kind.static_bytes)
+        comparison = self.comparison(kind)
+        return write_page(path, step, kind.plan, comparison, self.timeline(kind), measured)
 
 
 def fit(

@@ -116,7 +116,8 @@ def _write_page(job: "Job", comparison: Any, path: Path) -> Path:
 
     kind = last_kind(job)
     assert kind.capture is not None and kind.plan is not None
-    return write_page(path, kind.capture.step, kind.plan, comparison, job.timeline(kind))
+    measured = job.meter.timeline(kind.static_bytes)
+    return write_page(path, kind.capture.step, kind.plan, comparison, job.timeline(kind), measured)
 
 
 def _words(name: str, room: Room, why: str, verdict: Any, page: Path) -> list[str]:

@@ -1,14 +1,20 @@
 """Measure a step from outside: wall time and the allocator's own peak, not the runtime's books."""
 
 import contextlib
+import itertools
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
+from legroom.core.outcome import Timeline
 from legroom.memory.timers import memory_reports, reports_peak, timing_event
+
+MAX_POINTS = 1500
+"""Points of a measured timeline."""
 
 
 class Meter(ABC):
@@ -25,6 +31,10 @@ class Meter(ABC):
     def host_s(self) -> float:
         """How long the host was busy with the last step; 0 where it is the device itself."""
         return 0.0
+
+    def timeline(self, static_bytes: int) -> Timeline | None:
+        """Memory over the last step whose peak was taken, where the allocator tells."""
+        return None
 
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""
@@ -50,6 +60,8 @@ class CpuMeter(Meter):
         self.peaks = False
         self._seconds = 0.0
         self._peaks: dict[str, int] = {}
+        self._reports: list[tuple[int, int]] = []
+        self._start_ns = 0
 
     @contextlib.contextmanager
     def step(self, active: bool = True) -> Iterator[None]:
@@ -57,14 +69,29 @@ class CpuMeter(Meter):
         reports: list[tuple[int, int]] = []
         counting = active and self.peaks
         with memory_reports(reports) if counting else contextlib.nullcontext():
-            start = time.perf_counter()
+            start, start_ns = time.perf_counter(), time.time_ns()
             yield
             self._seconds = time.perf_counter() - start
         self._peaks = {"step": reports_peak(reports)} if counting else {}
+        if counting:
+            self._reports, self._start_ns = reports, start_ns
 
     def last(self) -> tuple[float, dict[str, int]]:
         """Seconds, and the peak above what was there on entry."""
         return self._seconds, self._peaks
+
+    def timeline(self, static_bytes: int) -> Timeline | None:
+        """The allocator's reports of that step, added up; the highest of each stretch."""
+        if not self._reports:
+            return None
+        levels = np.cumsum([n for _, n in self._reports]) + static_bytes
+        edges = np.linspace(0, len(levels), min(len(levels), MAX_POINTS) + 1).astype(int)
+        spots = [int(a + levels[a:b].argmax()) for a, b in itertools.pairwise(edges) if b > a]
+        return Timeline(
+            source="measured",
+            times_s=tuple((self._reports[i][0] - self._start_ns) / 1e9 for i in spots),
+            bytes_by_kind={"measured": tuple(int(levels[i]) for i in spots)},
+        )
 
     def cap(self, limit: int) -> None:
         """The CPU's allocator takes no cap."""

@@ -376,3 +376,19 @@ def test_an_op_that_fails_and_is_caught(policy: str) -> None:
 
     model = stack(lambda: Each(fn))
     live_check(model, policy, lambda: weigh(model(rows())))
+
+
+def test_the_measured_timeline_tops_out_at_the_measured_peak() -> None:
+    """The allocator's reports over a step, static bytes included, reach the peak of the report."""
+    model = stack(lambda: Mlp(p=0.0))
+    with fitted(model, "test_full") as job:
+        for i in range(5):
+            job.meter.peaks = i == 4  # type: ignore[attr-defined]
+            with job.step():
+                weigh(model(rows())).backward()
+            model.zero_grad()
+        kind = job.known()
+        timeline, measured = job.meter.timeline(kind.static_bytes), kind.measured()
+    assert timeline is not None and measured is not None
+    assert max(timeline.bytes_by_kind["measured"]) == measured.device_bytes
+    assert list(timeline.times_s) == sorted(timeline.times_s)
