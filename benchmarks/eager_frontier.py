@@ -116,7 +116,7 @@ def run_case(args: argparse.Namespace) -> dict[str, object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     job, around = None, contextlib.nullcontext
     started = time.perf_counter()
-    if args.case_tool == "legroom":
+    if args.case_tool in ("legroom", "idle"):
         import legroom
 
         job = legroom.fit(model, optimizer, budget=int(args.cap * GIB) if args.cap else "auto")
@@ -124,12 +124,16 @@ def run_case(args: argparse.Namespace) -> dict[str, object]:
         around = peer_context(args.case_tool, model)
     batch = example.make_batch(0)
     seconds: list[float] = []
+    without: list[float] = []
     host: list[tuple[float, float]] = []
-    for i in range(args.warm + args.steps):
+    # "idle": every other step without legroom, for what it costs where it has nothing to do.
+    every = 2 if args.case_tool == "idle" else 1
+    for i in range(args.warm + args.steps * every):
         if i == args.warm:
             sync(device, reset=True)
+        bare = i >= args.warm and i % every == 1
         begin = time.perf_counter()
-        with job.step() if job is not None else contextlib.nullcontext():
+        with contextlib.nullcontext() if job is None or bare else job.step():
             with around():
                 loss = example.loss_fn(model, batch)
             turned = time.perf_counter()
@@ -140,7 +144,7 @@ def run_case(args: argparse.Namespace) -> dict[str, object]:
         sync(device)
         took = time.perf_counter() - begin
         if i >= args.warm:
-            seconds.append(took)
+            (without if bare else seconds).append(took)
             host.append((turned - begin, ended - turned))
     row: dict[str, object] = {
         "ms": round(statistics.median(seconds) * 1e3, 2),
@@ -153,8 +157,11 @@ def run_case(args: argparse.Namespace) -> dict[str, object]:
         row["allocated_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 3)
         row["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 3)
         row["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-    if job is not None:
+    if args.case_tool == "legroom":
         row |= legroom_row(job, args)
+    if without:
+        row["without_ms"] = round(statistics.median(without) * 1e3, 2)
+        row["overhead_percent"] = round((row["ms"] / row["without_ms"] - 1) * 100, 2)
     return row
 
 
@@ -219,7 +226,10 @@ def child(model: str, tool: str, cap: float, args: argparse.Namespace) -> dict[s
     command += ["--cap", str(cap), "--steps", str(args.steps), "--warm", str(args.warm)]
     command += ["--tiny"] if args.tiny else []
     command += ["--keep", args.keep] if args.keep else []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {args.timeout:g} s"}
     rows = [x for x in done.stdout.splitlines() if x.startswith("{")]
     if done.returncode or not rows:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]
@@ -233,7 +243,7 @@ def main() -> None:
     """Run the cases asked for and add them to the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="llama-1b,resnet152")
-    parser.add_argument("--tools", default=",".join((*PEERS, "legroom")))
+    parser.add_argument("--tools", default=",".join((*PEERS, "legroom", "idle")))
     parser.add_argument("--caps", default="", help="GiB, for legroom; 0 is none")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm", type=int, default=6)

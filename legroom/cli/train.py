@@ -63,9 +63,9 @@ def train_plain(training: Training, num_steps: int, static_bytes: int, advance: 
         ask_for_peaks(meter, i == num_steps + 1)
         with meter.step():
             training.step(batch)
-        took_s, peaks = meter.last()
-        seconds.append(took_s)
-        peak = peaks.get("device", peaks.get("step", 0) + static_bytes)
+        reading = meter.last()
+        seconds.append(reading.seconds())
+        peak = reading.peaks.get("device", reading.peaks.get("step", 0) + static_bytes)
         advance("unlimited")
     return Outcome(
         source="measured",

@@ -5,7 +5,8 @@ import itertools
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +18,18 @@ MAX_POINTS = 1500
 """Points of a measured timeline."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """One step as measured."""
+
+    seconds: Callable[[], float]
+    """How long it took; asking waits for the step to end on the device."""
+    peaks: dict[str, int]
+    """Bytes by name; none if they were not taken."""
+    host_s: float = 0.0
+    """How long the host was busy with it; 0 where the host is the device itself."""
+
+
 class Meter(ABC):
     """Takes time and peak of whole steps."""
 
@@ -25,12 +38,8 @@ class Meter(ABC):
         """Measure one step."""
 
     @abstractmethod
-    def last(self) -> tuple[float, dict[str, int]]:
-        """Seconds and peaks of the last measured step; no peaks if they were not taken."""
-
-    def host_s(self) -> float:
-        """How long the host was busy with the last step; 0 where it is the device itself."""
-        return 0.0
+    def last(self) -> Reading:
+        """The last measured step."""
 
     def timeline(self, static_bytes: int) -> Timeline | None:
         """Memory over the last step whose peak was taken, where the allocator tells."""
@@ -76,9 +85,10 @@ class CpuMeter(Meter):
         if counting:
             self._reports, self._start_ns = reports, start_ns
 
-    def last(self) -> tuple[float, dict[str, int]]:
+    def last(self) -> Reading:
         """Seconds, and the peak above what was there on entry."""
-        return self._seconds, self._peaks
+        seconds = self._seconds
+        return Reading(lambda: seconds, self._peaks)
 
     def timeline(self, static_bytes: int) -> Timeline | None:
         """The allocator's reports of that step, added up; the highest of each stretch."""
@@ -117,24 +127,27 @@ class CudaMeter(Meter):
     def step(self, active: bool = True) -> Iterator[None]:
         """Measure one step."""
         torch.cuda.reset_peak_memory_stats(self.device)
+        self._begin, self._end = timing_event(), timing_event()
         self._begin.record()
         start = time.perf_counter()
         yield
         self._host_s = time.perf_counter() - start
         self._end.record()
 
-    def host_s(self) -> float:
-        """How long the host took to enqueue the last step."""
-        return self._host_s
+    def last(self) -> Reading:
+        """Seconds between the events, and peaks of allocated and reserved bytes."""
+        begin, end = self._begin, self._end
 
-    def last(self) -> tuple[float, dict[str, int]]:
-        """Seconds, and peaks of allocated and reserved bytes; waits for the step to end."""
-        self._end.synchronize()
-        seconds = self._begin.elapsed_time(self._end) / 1e3
-        return seconds, {
-            "device": torch.cuda.max_memory_allocated(self.device),
-            "reserved": torch.cuda.max_memory_reserved(self.device),
+        def seconds() -> float:
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1e3
+
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        peaks = {
+            "device": stats["allocated_bytes"]["all"]["peak"],
+            "reserved": stats["reserved_bytes"]["all"]["peak"],
         }
+        return Reading(seconds, peaks, self._host_s)
 
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""

@@ -29,11 +29,18 @@ from legroom.memory.kinds import Kind, Measurement, rescaled
 from legroom.memory.online import make_evictor
 from legroom.memory.plan import Plan
 from legroom.memory.planner import make_plan
-from legroom.memory.profile import Capture, capture_fake, capture_real, stand_in_loss, state_rule
+from legroom.memory.profile import (
+    Capture,
+    capture_fake,
+    capture_real,
+    name_states,
+    stand_in_loss,
+    state_rule,
+)
 from legroom.memory.recorder import Recorder
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
-from legroom.memory.signature import signature_of
+from legroom.memory.signature import Signer
 from legroom.memory.simulate import Simulator
 from legroom.memory.tiers import Tiers
 from legroom.memory.timeline import predicted_timeline
@@ -73,6 +80,7 @@ class MemoryJob:
         self.blocks, self.lossy = blocks, lossy
         self.kinds: dict[str, Kind] = {}
         self.current: Kind | None = None
+        self.signer = Signer(model)
         self.runner = Runner(model, device)
         self.tiers = Tiers(device, disk_dir, before_close=self.runner.mover.evacuate)
         self.meter: Meter = make_meter(device)
@@ -116,7 +124,7 @@ class MemoryJob:
         if not ready or not torch.is_grad_enabled() or model is not self.model:
             return
         self._check_device()
-        kind = self._kind(signature_of(model, args, kwargs))
+        kind = self._kind(self.signer.signature(args, kwargs))
         if kind.visits == 0 and kind.plan is None:
             self._first_plan(kind, args, kwargs)
         if self._stack is None:  # what failed on fake tensors made the caller close the step
@@ -143,20 +151,12 @@ class MemoryJob:
             return
         timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()
         recorder = Recorder(self.model, self.device, timer)
-        self._name_states(recorder)
+        name_states(recorder, self.model, self.optimizer)
         self._recording = (recorder, timer)
         stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
         stack.enter_context(recorder.watch_modules())
         stack.enter_context(recorder)
-
-    def _name_states(self, recorder: Recorder) -> None:
-        for name, param in self.model.named_parameters():
-            if param.grad is not None:
-                recorder.name_storage(param.grad, f"{name}.grad", "gradient")
-        for leaf in tree_leaves(dict(self.optimizer.state) if self.optimizer else {}):
-            if isinstance(leaf, Tensor):
-                recorder.name_storage(leaf, "optimizer state", "state")
 
     # -- planning ----------------------------------------------------------------------------
 
@@ -210,6 +210,7 @@ class MemoryJob:
         kind.script = Script(step, kind.plan, kind.capture.forms)
         if kind.plan.actions != before:
             kind.measurements.clear()
+            kind.pending = None
 
     def planning_budget(self) -> dict[str, int]:
         """The budget less what the allocator loses to rounding and gaps."""
@@ -241,31 +242,28 @@ class MemoryJob:
     def _after_step(self) -> None:
         kind = self.current
         if kind is None:
-            warnings.warn(
-                "legroom: the step ended without a forward of the fitted model", stacklevel=4
-            )
+            warnings.warn("legroom: a step ran no forward of the fitted model", stacklevel=4)
             return
         kind.visits += 1
         strayed = bool(self.runner.deviation) and kind.recorded
         kind.strayed = kind.strayed + 1 if strayed else 0
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
             kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
+            self.signer = Signer(self.model)
         if self._recording is not None:
             self._use_recording(kind)
         elif not kind.recorded:
-            seconds, _ = self.meter.last()
-            kind.reference = (seconds, self.meter.host_s() - self.runner.replayer.seconds)
+            reading = self.meter.last()
+            kind.reference = (reading.seconds(), reading.host_s - self.runner.replayer.seconds)
         else:
-            self._measure(kind)
-            if len(kind.measurements) % SETTLED == 0 and kind.replans < MAX_REPLANS:
+            filed = kind.file(self._measure(kind)) and kind.replans < MAX_REPLANS
+            if filed and len(kind.measurements) % SETTLED == 0:
                 self._calibrate(kind)
 
     def _use_recording(self, kind: Kind) -> None:
         assert self._recording is not None
         (recorder, timer), self._recording = self._recording, None
-        for name, param in self.model.named_parameters():
-            if param.grad is not None:
-                recorder.name_storage(param.grad, f"{name}.grad", "gradient")
+        name_states(recorder, self.model, None)
         kind.capture = capture_real(
             recorder,
             timer,
@@ -293,25 +291,25 @@ class MemoryJob:
             return capture
         return rescaled(capture, seconds / predicted, host_s if self.device.type == "cuda" else 0.0)
 
-    def _measure(self, kind: Kind) -> None:
-        seconds, peaks = self.meter.last()
-        if "step" in peaks:
-            peaks = {"device": peaks["step"] + kind.static_bytes}
-        lanes, mover = self.tiers.lanes, self.runner.mover
+    def _measure(self, kind: Kind) -> Callable[[], Measurement]:
+        """Take what there is to take of the step just enqueued; asking for it waits for its end."""
+        reading, mover, lanes = self.meter.last(), self.runner.mover, self.tiers.lanes
         moved = {f"device->{tier}": n for tier, n in mover.out_bytes.items()}
         moved |= {f"{tier}->device": n for tier, n in mover.in_bytes.items()}
-        stall_s = lanes.stall_s() if lanes is not None else 0.0
-        if lanes is not None:
-            lanes.reset_stall()
-        replay_s = self.runner.replayer.seconds
-        kind.measurements.append(Measurement(seconds, peaks, stall_s, replay_s, moved))
-        peak = peaks.get("reserved", peaks.get("device", 0))
+        stall = lanes.take_stall() if lanes is not None else float
+        replay_s, peaks = self.runner.replayer.seconds, reading.peaks
+        if "step" in peaks:
+            peaks = {"device": peaks["step"] + kind.static_bytes}
+        self._check_peak(peaks.get("reserved", peaks.get("device", 0)))
+        return lambda: Measurement(reading.seconds(), peaks, stall(), replay_s, moved)
+
+    def _check_peak(self, peak: int) -> None:
         if peak > self.budget["device"] and not self._warned:
             self._warned = True
             warnings.warn(
                 f"legroom: a step took {format_bytes(peak)} of device memory, over the budget "
                 f"of {format_bytes(self.budget['device'])}",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _calibrate(self, kind: Kind) -> None:
@@ -350,6 +348,7 @@ class MemoryJob:
         kind = kind or self.current
         if kind is None or kind.plan is None or kind.capture is None:
             raise StepError("nothing to report yet: run a step first")
+        kind.file()
         return kind
 
     # -- verify and close --------------------------------------------------------------------

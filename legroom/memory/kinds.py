@@ -1,5 +1,6 @@
 """The kinds of step a job has met: visits, trace, plan, and what was measured of each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -45,6 +46,15 @@ class Kind:
     strayed: int = 0
     """Steps in a row that left the script: after a few it is recorded anew."""
     measurements: list[Measurement] = field(default_factory=list)
+    pending: Callable[[], Measurement] | None = None
+    """The last step, which the device may still be at: filed with the next, so none waits."""
+
+    def file(self, fresh: Callable[[], Measurement] | None = None) -> bool:
+        """Put the pending measurement, if any, with the others; `fresh` is pending from now on."""
+        pending, self.pending = self.pending, fresh
+        if pending is not None:
+            self.measurements.append(pending())
+        return pending is not None
 
     @property
     def static_bytes(self) -> int:

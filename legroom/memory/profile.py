@@ -190,3 +190,15 @@ def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
     if not found:
         raise StepError("the model returned nothing that needs a gradient")
     return torch.stack([x.float().sum() for x in found]).sum()
+
+
+def name_states(
+    recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Tell a recorder which storages are gradients and optimizer states."""
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            recorder.name_storage(param.grad, f"{name}.grad", "gradient")
+    for leaf in tree_leaves(dict(optimizer.state) if optimizer else {}):
+        if isinstance(leaf, Tensor):
+            recorder.name_storage(leaf, "optimizer state", "state")

@@ -7,7 +7,7 @@ What must wait for what, and who holds which tensor, is told in tickets.py.
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,17 +94,16 @@ class Lanes(ABC):
         """Whether wait() would hold up neither the host nor the device."""
         return ticket.passed()
 
-    def stall_s(self) -> float:
-        """Seconds the device stood still in wait() since the last reset, while `timing` was on."""
-        with self._lock:
-            self._add_up(len(self._pairs))
-            return self._stall_s
+    def take_stall(self) -> Callable[[], float]:
+        """Count stalls from zero, and give what tells those until now.
 
-    def reset_stall(self) -> None:
-        """Count stalls from zero."""
+        That is the seconds the device stood still in wait() while `timing` was on; asking waits
+        for the device.
+        """
         with self._lock:
-            self._pairs.clear()
-            self._stall_s = 0.0
+            pairs, counted_s = self._pairs, self._stall_s
+            self._pairs, self._stall_s = [], 0.0
+        return lambda: counted_s + sum(map(_stood_s, pairs))
 
     def drain(self) -> None:
         """Block until every copy is over, failed or not, and let go of what they held."""
@@ -132,13 +131,6 @@ class Lanes(ABC):
         room = self._host_bytes if place.tier == "host" else room
         assert 0 <= place.offset <= room - place.num_bytes, f"{place} is outside of {room} bytes"
 
-    def _add_up(self, num_pairs: int) -> None:
-        for begin, end in self._pairs[:num_pairs]:
-            end.synchronize()
-            elapsed_s = begin.elapsed_time(end) / 1e3
-            self._stall_s += elapsed_s if elapsed_s > IDLE_S else 0.0
-        del self._pairs[:num_pairs]
-
     @abstractmethod
     def _copy_out(self, ticket: Ticket, before: Sequence[Ticket]) -> None: ...
 
@@ -150,6 +142,13 @@ class Lanes(ABC):
 
     @abstractmethod
     def _close(self) -> None: ...
+
+
+def _stood_s(pair: tuple[Event, Event]) -> float:
+    begin, end = pair
+    end.synchronize()
+    elapsed_s = float(begin.elapsed_time(end)) / 1e3
+    return elapsed_s if elapsed_s > IDLE_S else 0.0
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -295,7 +294,8 @@ class CudaLanes(Lanes):
             with self._lock:
                 self._pairs.append((begin, stream.record_event(_event(timing=True))))
                 if len(self._pairs) > MAX_PAIRS:
-                    self._add_up(MAX_PAIRS // 2)
+                    early, self._pairs = self._pairs[:-MAX_PAIRS], self._pairs[-MAX_PAIRS:]
+                    self._stall_s += sum(map(_stood_s, early))
 
     def _through_slab(
         self, lane: torch.cuda.Stream, ticket: Ticket, ready: Event, before: Sequence[Ticket]
