@@ -128,9 +128,11 @@ def run_case(args: argparse.Namespace) -> dict[str, object]:
     host: list[tuple[float, float]] = []
     # "idle": every other step without legroom, for what it costs where it has nothing to do.
     every = 2 if args.case_tool == "idle" else 1
+    early = 0
     for i in range(args.warm + args.steps * every):
         if i == args.warm:
             sync(device, reset=True)
+            early = retries(device)
         bare = i >= args.warm and i % every == 1
         begin = time.perf_counter()
         with contextlib.nullcontext() if job is None or bare else job.step():
@@ -156,7 +158,7 @@ def run_case(args: argparse.Namespace) -> dict[str, object]:
     if device == "cuda":
         row["allocated_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 3)
         row["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 3)
-        row["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+        row["retries"] = retries(device) - early
     if args.case_tool == "legroom":
         row |= legroom_row(job, args)
     if without:
@@ -198,6 +200,11 @@ def sync(device: str, reset: bool = False) -> None:
         torch.cuda.synchronize()
         if reset:
             torch.cuda.reset_peak_memory_stats()
+
+
+def retries(device: str) -> int:
+    """How often the allocator gave cached memory back to go on, so far."""
+    return torch.cuda.memory_stats()["num_alloc_retries"] if device == "cuda" else 0
 
 
 # -- all cases -----------------------------------------------------------------------------------
@@ -246,7 +253,7 @@ def main() -> None:
     parser.add_argument("--tools", default=",".join((*PEERS, "legroom", "idle")))
     parser.add_argument("--caps", default="", help="GiB, for legroom; 0 is none")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=6)
+    parser.add_argument("--warm", type=int, default=16)
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--keep", default="", help="folder for legroom's traces and plans")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from legroom.machine.spec import Machine
-from legroom.memory.mechanisms.recompute import OpForm
+from legroom.memory.mechanisms.tape import OpForm
 from legroom.memory.recorder import RawCall, RawOp, RawStorage, Recorder
 from legroom.memory.roofline import op_time
 from legroom.memory.trace import Block, Kind, Op, Phase, Saved, Step, Storage
@@ -162,16 +162,10 @@ def _barred(
 
 
 def op_forms(recorder: Recorder) -> dict[int, OpForm]:
-    """Name and results of each op of the forward."""
+    """Name and new storages of each op of the forward."""
+    births = [s.birth for s in recorder.storages]
     return {
-        i: OpForm(
-            name=op.name,
-            results=tuple(view for view, _ in op.results),
-            storages=tuple(s for _, s in op.results),
-            single=op.single,
-            bookkeeping=bool(op.writes)
-            and all(recorder.storages[s].role == "weight" for s in op.writes),
-        )
+        i: OpForm(op.name, tuple(s if s >= 0 and births[s] == i else -1 for s in op.results))
         for i, op in enumerate(recorder.ops)
         if op.phase == Phase.FORWARD
     }

@@ -5,7 +5,7 @@ import itertools
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,10 @@ from legroom.memory.timers import memory_reports, reports_peak, timing_event
 
 MAX_POINTS = 1500
 """Points of a measured timeline."""
+MARGIN = 64 << 20
+"""Device bytes left for small blocks and for libraries when memory is taken in advance."""
+WALL = 2 << 20
+"""Device bytes kept between two stretches, so that they are not merged."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,15 @@ class Meter(ABC):
     def pressed(self) -> bool:
         """Whether the allocator ran into its cap since last asked; it will be given more room."""
         return False
+
+    @property
+    def places(self) -> bool:
+        """Whether the allocator places tensors in stretches that it can be given."""
+        return False
+
+    @abstractmethod
+    def make_room(self, stretches: Sequence[int]) -> None:
+        """Take memory at once, in stretches kept apart, the largest last; none: leave it be."""
 
     @abstractmethod
     def cap(self, limit: int) -> None:
@@ -103,6 +116,9 @@ class CpuMeter(Meter):
             bytes_by_kind={"measured": tuple(int(levels[i]) for i in spots)},
         )
 
+    def make_room(self, stretches: Sequence[int]) -> None:
+        """The CPU's allocator is left alone."""
+
     def cap(self, limit: int) -> None:
         """The CPU's allocator takes no cap."""
 
@@ -113,12 +129,15 @@ class CpuMeter(Meter):
 class CudaMeter(Meter):
     """Events at both ends of the step; the allocator's own peaks."""
 
-    SLACK = 0.04
-    """Share of the budget left to the allocator's rounding and gaps, to begin with."""
+    SLACK = 0.015
+    """Share of the budget left to what the trace does not show, to begin with."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slack = self.SLACK
+        self._limit = 0
+        self._grows = False
+        self._walls: list[torch.Tensor] = []
         self._retries = 0
         self._host_s = 0.0
         self._begin, self._end = timing_event(), timing_event()
@@ -155,11 +174,40 @@ class CudaMeter(Meter):
 
     def pressed(self) -> bool:
         """Whether allocations had to wait for cached memory to be given back: that is slow."""
-        retries = int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
-        more, self._retries = retries > self._retries, retries
-        if more:
-            self.slack = min(self.slack + 0.02, 0.12)
-        return more
+        before, self._retries = self._retries, self._count_retries()
+        if self._retries > before:
+            self.slack = min(self.slack + self.SLACK, 0.1)
+        return self._retries > before
+
+    def _count_retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
+
+    @property
+    def places(self) -> bool:
+        """Whether stretches that were mapped once stay so."""
+        return self._grows
+
+    def make_room(self, stretches: Sequence[int]) -> None:
+        """Map memory for all of a step, in stretches, and leave them to the allocator.
+
+        [Note: room] A growing segment is refused at the cap as if all of a new block were new
+        memory, even where most of it is mapped already; the allocator then gives all free memory
+        back and maps it again, every step. With the whole room mapped it never has to grow.
+        """
+        if not self._grows or not stretches:
+            return
+        self._walls.clear()
+        torch.cuda.empty_cache()
+        sizes = [*stretches[:-1], self._limit - MARGIN - sum(stretches[:-1])]
+        sizes[-1] -= torch.cuda.memory_reserved(self.device) + len(sizes) * WALL
+        if sizes[-1] < max(sizes):  # more is held than the plan knows of
+            sizes = [sum(sizes)]
+        blocks = []
+        with contextlib.suppress(torch.OutOfMemoryError):  # others may hold the memory
+            for size in sizes:
+                blocks.append(torch.empty(max(size, 0), dtype=torch.uint8, device=self.device))
+                self._walls.append(torch.empty(WALL, dtype=torch.uint8, device=self.device))
+        self._retries = self._count_retries()
 
     def cap(self, limit: int) -> None:
         """Cap reserved memory, and keep the allocator from breaking its segments up."""
@@ -168,11 +216,14 @@ class CudaMeter(Meter):
             # Growing segments waste least; the user's own settings, if any, hold.
             setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
             (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+            self._grows = True
+        self._limit = limit
         total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.device)
 
     def uncap(self) -> None:
         """Allow the whole device again."""
+        self._walls.clear()
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 

@@ -65,7 +65,7 @@ def run_small_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     random = torch.Tag.nondeterministic_seeded in func.tags
     if random or any(isinstance(x, FakeTensor) for x in tensors):
-        return func(*args, **kwargs)
+        return _with_true_statistics(func, args, func(*args, **kwargs))
     makes_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
     if makes_tensors and not func._schema.is_mutable:
         fake = func(*args, **kwargs)
@@ -74,6 +74,13 @@ def run_small_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return fake
     with unset_fake_temporarily():
         return func(*args, **kwargs)
+
+
+def _with_true_statistics(func: Any, args: tuple[Any, ...], results: Any) -> Any:
+    """Batch norm of halves with float weights keeps float statistics; fake ones come as halves."""
+    if func is not torch.ops.aten.native_batch_norm.default or args[1] is None:
+        return results
+    return (results[0], *(x.to(args[1].dtype) for x in results[1:]))
 
 
 def _is_small_index(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ from legroom.memory.device import Meter, make_meter
 from legroom.memory.kinds import Kind, Measurement, rescaled
 from legroom.memory.online import make_evictor
 from legroom.memory.plan import Plan
-from legroom.memory.planner import make_plan
+from legroom.memory.planner import make_placed_plan, make_plan
 from legroom.memory.profile import (
     Capture,
     capture_fake,
@@ -204,11 +204,12 @@ class MemoryJob:
 
     def _plan(self, kind: Kind) -> None:
         assert kind.capture is not None
-        budget, step = self.planning_budget(), kind.capture.step
-        before = kind.plan.actions if kind.plan is not None else None
-        kind.plan = make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
+        budget, step, old = self.planning_budget(), kind.capture.step, kind.plan
+        kind.plan, kind.placement = make_placed_plan(
+            step, self.machine, budget, self.policy, lossy=self.lossy, places=self.meter.places
+        )
         kind.script = Script(step, kind.plan, kind.capture.forms)
-        if kind.plan.actions != before:
+        if old is None or kind.plan.actions != old.actions:
             kind.measurements.clear()
             kind.pending = None
 
@@ -225,6 +226,7 @@ class MemoryJob:
             if lanes is not None:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
+            self.meter.make_room(kind.placement.stretches)
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
@@ -316,7 +318,7 @@ class MemoryJob:
         """Where a settled plan's time came out otherwise than predicted: learn why, plan again."""
         assert kind.plan is not None and kind.capture is not None
         off = kind.step_s - kind.plan.predicted.step_s
-        pressed = self.meter.pressed()
+        pressed = self.meter.pressed() and not kind.placement.missing_bytes
         if abs(off) <= TOLERANCE * kind.step_s and not pressed:
             return
         kind.replans += 1

@@ -7,6 +7,7 @@ from statistics import median
 import msgspec
 
 from legroom.core.outcome import Outcome
+from legroom.memory.arena import NOWHERE, Placement
 from legroom.memory.plan import Plan
 from legroom.memory.profile import Capture
 from legroom.memory.script import Script
@@ -38,6 +39,8 @@ class Kind:
     capture: Capture | None = None
     plan: Plan | None = None
     script: Script | None = None
+    placement: Placement = NOWHERE
+    """How the plan's tensors lie, where the device's allocator can be helped with that."""
     recorded: bool = False
     """Whether the trace comes from a real step."""
     reference: tuple[float, float] | None = None

@@ -116,15 +116,14 @@ def held_inputs(step: Step, actions: list[Recompute]) -> Held:
 
 
 def sources(step: Step, block: int, variant: Variant) -> list[int]:
-    """Kept storages that a selective replay hands back instead of computing them."""
+    """Kept storages that the ops of a selective replay read."""
     if variant.name == FULL:
         return []
-    return [
-        row.storage
-        for row in step.saved_in(block)
-        if row.storage not in variant.drops
-        and step.blocks[block].first <= step.storages[row.storage].birth <= variant.last
-    ]
+    read = {s for i in variant.replays for s in step.ops[i].reads}.difference(variant.drops)
+    first, last = step.blocks[block].first, variant.last
+    rows = step.saved_in(block)
+    found = (r.storage for r in rows if r.storage in read)
+    return [s for s in found if first <= step.storages[s].birth <= last]
 
 
 def _check_recompute(action: Recompute, step: Step) -> tuple[int, ...]:

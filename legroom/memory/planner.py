@@ -9,6 +9,7 @@ from legroom.core.registry import Registry
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.actions import Action
+from legroom.memory.arena import NOWHERE, Placement, place
 from legroom.memory.plan import Plan
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
@@ -53,6 +54,14 @@ Policy = Callable[[Problem], Choice]
 POLICIES: Registry[Policy] = Registry("policy")
 
 
+SHARES = (1.0, 0.955, 0.92)
+"""Shares of the device's budget to plan for, until an allocator finds room for all tensors."""
+FAR = 0.7
+"""A peak below this share of the budget leaves the allocator room in plenty."""
+LARGE = 0.05
+"""A tensor of this share of the budget leaves gaps that matter: the first share is not tried."""
+
+
 def make_plan(
     step: Step,
     machine: Machine,
@@ -88,6 +97,43 @@ def make_plan(
         if outcome.peak_bytes.get(tier, 0) > limit:
             raise budget_error(plan, step, tier)
     return plan
+
+
+def make_placed_plan(
+    step: Step,
+    machine: Machine,
+    budget: Mapping[str, int],
+    policy: str,
+    *,
+    lossy: bool = False,
+    places: bool = True,
+) -> tuple[Plan, Placement]:
+    """A plan whose tensors find room in the device's budget as its allocator places them.
+
+    Where none does, the allocator has to tidy up in mid-step: slower, but within the budget.
+    Where it cannot be helped (`places` is False), or has room in plenty, nothing is placed.
+    """
+    if not places:
+        return make_plan(step, machine, budget, policy, lossy=lossy), NOWHERE
+    limit, simulator = budget["device"], Simulator(step, machine)
+    largest = max((s.num_bytes for s in step.storages if s.birth >= 0), default=0)
+    first: tuple[Plan, Placement] | None = None
+    for share in SHARES if largest < LARGE * limit else SHARES[1:]:
+        tight = {**budget, "device": int(limit * share)}
+        try:
+            plan = make_plan(step, machine, tight, policy, lossy=lossy)
+        except BudgetError:
+            break
+        if plan.predicted.device_bytes < FAR * limit:
+            return plan, NOWHERE
+        placed = place(simulator, plan.actions, limit)
+        first = first or (plan, placed)
+        if not placed.missing_bytes:
+            return plan, placed
+    if first is None:
+        plan = make_plan(step, machine, budget, policy, lossy=lossy)
+        first = plan, place(simulator, plan.actions, limit)
+    return first
 
 
 def budget_error(plan: Plan, step: Step, tier: str) -> BudgetError:

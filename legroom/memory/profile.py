@@ -21,7 +21,8 @@ from legroom.memory.fake import (
     fake_weights,
     run_small_for_real,
 )
-from legroom.memory.mechanisms.recompute import OpForm, attributes_kept
+from legroom.memory.mechanisms.recompute import attributes_kept
+from legroom.memory.mechanisms.tape import OpForm
 from legroom.memory.recorder import Recorder
 from legroom.memory.roofline import op_time
 from legroom.memory.timers import CpuTimer, CudaTimer

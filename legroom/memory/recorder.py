@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from legroom.memory.saved import StorageTable, ViewOf, has_storage, is_ours, weight_storages
+from legroom.memory.saved import StorageTable, has_storage, is_ours, weight_storages
 from legroom.memory.trace import Phase
 
 
@@ -42,9 +42,8 @@ class RawOp:
     workspace_bytes: int = 0
     unpacked: int = -1
     """The saved row last asked for before it, in backward."""
-    results: tuple[tuple[Any, int], ...] = ()
-    """Form and storage of each result: a ViewOf, or the plain value itself with storage -1."""
-    single: bool = True
+    results: tuple[int, ...] = ()
+    """Storage of each result, -1 where it is no tensor of the device."""
 
 
 @dataclass
@@ -237,14 +236,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sealed=generator,
             unpacked=self.last_unpacked,
             results=tuple(self._result(x) for x in (out if many else (out,))),
-            single=not many,
         )
 
-    def _result(self, value: Any) -> tuple[Any, int]:
-        if not isinstance(value, Tensor):
-            return value, -1
-        sid = self.sid(value, len(self.ops)) if self._here(value) else -1
-        return (ViewOf.of(value) if has_storage(value) else None), sid
+    def _result(self, value: Any) -> int:
+        here = isinstance(value, Tensor) and self._here(value)
+        return self.sid(value, len(self.ops)) if here else -1
 
     def _mutated(self, func: Any, args: Any, kwargs: Any) -> list[int]:
         """Storages the op changes in place, by its schema."""

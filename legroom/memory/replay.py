@@ -1,6 +1,5 @@
 """Run blocks again on behalf of the runner, and put what comes back into its entries."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,8 @@ from torch.utils._pytree import tree_map
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms import recompute as again
 from legroom.memory.mechanisms.entry import Entry, Handle, State
-from legroom.memory.mechanisms.recompute import Frame, Held, SelectiveMode
+from legroom.memory.mechanisms.recompute import Frame, Held
+from legroom.memory.mechanisms.tape import Diverged, Player, Tape
 from legroom.memory.saved import StorageTable, flat_bytes, is_ours
 
 
@@ -32,7 +32,7 @@ class Replayer:
         self.seconds = 0.0
         """Host time of this step's replays."""
         self.whole: set[str] = set()
-        """Blocks whose selective replay met another op than traced: they run again whole."""
+        """Blocks that ran again whole, though their plan was to skip ops."""
         self._bring, self._open, self._done_with = bring, open_handle, done_with
         self._note_back = note_back
         self.weights: StorageTable[bool] = StorageTable()
@@ -59,21 +59,44 @@ class Replayer:
             )
 
     def _run(self, frame: Frame, missing: dict[int, Entry]) -> None:
-        mode, wanted = self._mode(frame), dict(missing)
-        try:
-            args = tree_map(self._open_arg, frame.args)
-            again.replay(frame, self.device, args, self._catcher(frame, missing, mode), mode)
-        except again.Diverged:
+        if frame.tape is not None:
+            if self._play(frame, frame.tape, missing):
+                return
             self.whole.add(frame.how.name)
-            for entry in wanted.values():
-                entry.flat, entry.state = None, State.DROPPED
-            missing.update(wanted)
-            args = tree_map(self._open_arg, frame.args)
-            again.replay(frame, self.device, args, self._catcher(frame, missing, None), None)
+        args = tree_map(self._open_arg, frame.args)
+        again.replay(frame, self.device, args, self._catcher(frame, missing))
 
-    def _catcher(
-        self, frame: Frame, missing: dict[int, Entry], mode: SelectiveMode | None
-    ) -> Callable[[Tensor], None]:
+    def _play(self, frame: Frame, tape: Tape, missing: dict[int, Entry]) -> bool:
+        """Run only the ops on the tape; False if they do not lead there."""
+        if frame.whole or frame.how.wants - frame.sources.keys():
+            return False
+        entries = {entry.storage: entry for entry in missing.values()}
+
+        def kept(storage: int) -> Tensor | None:
+            source = frame.sources.get(storage)
+            if isinstance(source, Handle):
+                self._bring(source.entry)
+                return source.entry.flat
+            return flat_bytes(source.open()) if source is not None else None
+
+        try:
+            with again.rewound(frame, self.device):
+                player = Player(tape.calls, kept, lambda rank: self._open_arg(frame.held[rank]))
+                back = player.play(frozenset(entries))
+        except Diverged:
+            return False
+        for storage, entry in entries.items():
+            self._put(frame, entry, back[storage])
+        missing.clear()
+        return True
+
+    def _put(self, frame: Frame, entry: Entry, flat: Tensor) -> None:
+        if flat.numel() != entry.num_bytes:
+            raise StepError(f"running {frame.how.name} again saved a tensor of another size")
+        entry.flat, entry.state = flat, State.HERE
+        self._note_back(entry)
+
+    def _catcher(self, frame: Frame, missing: dict[int, Entry]) -> Callable[[Tensor], None]:
         """Takes each tensor the replay saves, by its number, until nothing is missing."""
         count = 0
 
@@ -85,11 +108,7 @@ class Replayer:
             entry = missing.get(ordinal)
             if entry is None:
                 return
-            if tensor.untyped_storage().nbytes() != entry.num_bytes:
-                raise StepError(f"running {frame.how.name} again saved a tensor of another size")
-            with mode.off() if mode is not None else contextlib.nullcontext():
-                entry.flat, entry.state = flat_bytes(tensor.detach()), State.HERE
-            self._note_back(entry)
+            self._put(frame, entry, flat_bytes(tensor.detach()))
             del missing[ordinal]
             if not missing:
                 raise again.StopReplay
@@ -107,23 +126,6 @@ class Replayer:
         if isinstance(tensor, nn.Parameter):
             return tensor
         return tensor.detach().requires_grad_(held.grad)
-
-    def _mode(self, frame: Frame) -> SelectiveMode | None:
-        """A mode that skips what the variant does not run, for a selective variant."""
-        how = frame.how
-        ready = how.runs is not None and not how.wants - frame.sources.keys()
-        if not how.forms or not ready or frame.whole or how.name in self.whole:
-            return None
-        assert how.runs is not None
-
-        def kept(storage: int) -> Tensor | None:
-            source = frame.sources.get(storage)
-            if isinstance(source, Handle):
-                self._bring(source.entry)
-                return source.entry.flat
-            return flat_bytes(source.open()) if source is not None else None
-
-        return SelectiveMode(how.forms, how.runs, kept)
 
     def _release_sources(self, frame: Frame) -> None:
         for source in frame.sources.values():

@@ -3,18 +3,20 @@
 import contextlib
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from legroom.memory.mechanisms.compress import decode, encode
 from legroom.memory.mechanisms.entry import Entry, Handle, Kept, State, check_version
+from legroom.memory.mechanisms.hooks import InnerHooks
 from legroom.memory.mechanisms.lanes import Lanes, Place
 from legroom.memory.mechanisms.mover import Mover
 from legroom.memory.mechanisms.recompute import Frame, Held, open_frame
+from legroom.memory.mechanisms.tape import paused
 from legroom.memory.online import Evictor
 from legroom.memory.recorder import Recorder, in_backward
 from legroom.memory.replay import Replayer
@@ -45,11 +47,10 @@ class Runner:
         self.evictor: Evictor | None = None
         """Decides as memory fills, where there is no script."""
         self.replayer = Replayer(device, self._bring, self._open, self._done_with, self._note_back)
-        self._watched: list[tuple[nn.Module, Any, Any]] = []
-        self._hooks: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._hooks = InnerHooks()
         self._step = 0
         self._regional = False
-        self._guard: saved_tensors_hooks | None = None
+        self._watch: contextlib.ExitStack | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -74,7 +75,7 @@ class Runner:
         if script is not None and not script.idle:
             modules = dict(self.model.named_modules())
             for path in {b.module for b in script.step.blocks}:
-                self._hook(path, modules[path])
+                self._hooks.add(modules[path], partial(self._enter, path), self._leave)
 
     def install_online(self, evictor: Evictor, lanes: Lanes) -> None:
         """Follow a rule instead of a script."""
@@ -86,43 +87,9 @@ class Runner:
     def _find_weights(self) -> None:
         self.weights = self.replayer.weights = weight_storages([self.model])
 
-    def _hook(self, path: str, module: nn.Module) -> None:
-        def enter(mod: nn.Module, args: Any, kwargs: Any) -> None:
-            if mod is module:
-                self._enter(path, mod, args, kwargs)
-
-        def leave(mod: nn.Module, args: Any, output: Any) -> None:
-            if mod is module:
-                self._leave()
-
-        self._watched.append((module, enter, leave))
-        self._attach(len(self._watched) - 1)
-
-    def _attach(self, index: int) -> None:
-        """Hang our hooks innermost, so that the block is its forward and nothing else."""
-        module, enter, leave = self._watched[index]
-        before = module.register_forward_pre_hook(enter, with_kwargs=True)
-        after = module.register_forward_hook(leave, prepend=True, always_call=True)
-        self._hooks[index] = (before, after)
-
-    def _keep_innermost(self) -> None:
-        """Hang our hooks anew where the user has set others since."""
-        for index, (module, _, _) in enumerate(self._watched):
-            before, after = self._hooks[index]
-            last = next(reversed(module._forward_pre_hooks))
-            first = next(iter(module._forward_hooks))
-            if (last, first) != (before.id, after.id):
-                before.remove()
-                after.remove()
-                self._attach(index)
-
     def remove(self) -> None:
         """Take all hooks out of the model."""
-        for before, after in self._hooks.values():
-            before.remove()
-            after.remove()
-        self._hooks.clear()
-        self._watched.clear()
+        self._hooks.remove()
         self.script = self.evictor = None
 
     @contextlib.contextmanager
@@ -136,7 +103,7 @@ class Runner:
         if idle and recorder is None and self.evictor is None:
             yield
             return
-        self._keep_innermost()
+        self._hooks.keep_innermost()
         # With replays alone, only their blocks need watching; moves want every tick.
         self._regional = recorder is None and self.script is not None and self.script.regional
         try:
@@ -151,13 +118,15 @@ class Runner:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _unwatch(self) -> None:
-        if self._guard is not None:
-            self._guard.__exit__()
-            self._guard = None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
-    def _quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the runtime's own work out of a recording."""
-        return _NOTHING if self.recorder is None else self.recorder.pause()
+    def _quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep the runtime's own work out of recordings and tapes."""
+        tape = self._frame.tape if self._frame is not None else None
+        modes = [mode for mode in (self.recorder, tape) if mode is not None]
+        return paused(*modes) if modes else _NOTHING
 
     # -- blocks ------------------------------------------------------------------------------
 
@@ -171,11 +140,13 @@ class Runner:
         how = self.script.replays.get(self._block)
         self._frame = None
         if how is not None:
-            if self._regional:
-                self._guard = self._saving()
-                self._guard.__enter__()
             with self._quiet():
-                self._frame = open_frame(self._block, how, module, (args, kwargs), self.device)
+                frame = open_frame(self._block, how, module, (args, kwargs), self.device)
+            self._frame, self._watch = frame, contextlib.ExitStack()
+            if self._regional:
+                self._watch.enter_context(self._saving())
+            if frame.tape is not None:
+                self._watch.enter_context(frame.tape)
 
     def _leave(self) -> None:
         if self.replayer.running or in_backward():
@@ -184,6 +155,7 @@ class Runner:
         frame = self._frame
         if frame is not None:
             frame.whole |= self._ordinals.get(self._block, 0) != frame.how.num_saves
+            frame.whole |= frame.tape is not None and frame.tape.close()
             for held in frame.held:
                 self._hand_over(held)
         self._block, self._frame = -1, None

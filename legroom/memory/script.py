@@ -83,14 +83,22 @@ class Script:
         block, variant = self.step.blocks[b], self.variants[b]
         span = range(block.first, block.last + 1)
         selective = variant.name != FULL and all(i in self._forms for i in span)
+        read = {s for i in variant.replays for s in self.step.ops[i].reads}
         return Replay(
             name=block.name,
             num_saves=len(self.rows[b]),
-            forms=tuple(self._forms[i] for i in span) if selective else (),
+            forms=tuple(self._form(i, variant, read) for i in span) if selective else (),
             runs=frozenset(i - block.first for i in variant.replays) if selective else None,
             wants=frozenset(sources(self.step, b, variant)),
             draws=any(op.random for op in self.step.ops[block.first : block.last + 1]),
         )
+
+    def _form(self, i: int, variant: Variant, read: set[int]) -> Any:
+        """An op as a tape looks for it; storages that nothing of the replay reads are left out."""
+        form = self._forms[i]
+        if i in variant.replays or not read.isdisjoint(form.storages):
+            return form
+        return form._replace(storages=())
 
     def _layout(self) -> tuple[dict[int, int], dict[str, int]]:
         """A slot of its own for each move: a graph kept for a second backward stays readable."""

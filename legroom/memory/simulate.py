@@ -55,6 +55,8 @@ OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START = range(6)
 
 MOVE_HOST_S = 150e-6
 """Host time of one move, out and back."""
+WATCH_HOST_S = 20e-6
+"""Host time of a saved tensor that is watched: all of them are where something moves."""
 
 
 class Simulator:
@@ -75,6 +77,11 @@ class Simulator:
         self.until_s: list[float] = self.until.tolist()
         self.routes = {t.name: machine.route(t.name) for t in machine.tiers if t.name != "device"}
         self._replay_cache: dict[tuple[int, str], Replay] = {}
+
+    @property
+    def watch_s(self) -> float:
+        """Host time of watching all saved tensors."""
+        return len(self.step.saved) * WATCH_HOST_S
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -236,7 +243,8 @@ class Play:
         if not self.sim.step.host_s:
             return 0.0
         replays = sum(r.variant.host_s for r in self.replays)
-        return self.sim.step.host_s + replays + len(self.moves) * MOVE_HOST_S
+        moves = len(self.moves) * MOVE_HOST_S + self.sim.watch_s if self.moves else 0.0
+        return self.sim.step.host_s + replays + moves
 
     @property
     def busy_s(self) -> float:

@@ -32,6 +32,7 @@ def budget_for(name: str, share: float) -> tuple[object, torch.optim.Optimizer, 
     return example, optimizer, int(static + share * (peak - static)) + (64 << 20)
 
 
+@pytest.mark.filterwarnings("ignore:Memory Efficient attention defaults")
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("share", [0.7, 0.4])
 def test_a_planned_step_gives_the_same_gradients(name: str, share: float) -> None:

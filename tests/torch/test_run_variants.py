@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from legroom.memory.actions import Recompute
-from legroom.memory.trace import Step
+from legroom.memory.trace import FULL, Step
 from legroom.memory.variants import with_variants
-from tests.torch.nets import ConvNorm, Mlp, images, rows, stack
-from tests.torch.support import Rig, assert_same
+from tests.torch.nets import ConvNorm, Each, Mlp, images, rows, stack
+from tests.torch.support import Rig, assert_same, selective
 
 
 class Decoder(nn.Module):
@@ -63,4 +63,23 @@ def test_every_variant_gives_the_same_gradients(net: str, seed: int) -> None:
         rig.install(chosen)
         assert_same(rig.planned(), plain)
         assert not rig.runner.replayer.whole, "a replay fell back to running the whole block"
+    rig.close()
+
+
+def test_a_number_that_changes_from_step_to_step() -> None:
+    """Ops run again with the arguments of this very step, not with those of the trace."""
+
+    def fn(self: Each, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x) * now[0]) * now[0]).sigmoid() + x
+
+    now = [1.5]
+    rig = Rig(stack(lambda: Each(fn)), rows())
+    actions = selective(rig.step)
+    assert any(a.variant != FULL for a in actions)  # type: ignore[union-attr]
+    for now[0] in (1.5, 0.25):
+        plain = rig.plain()
+        rig.install(actions)
+        assert_same(rig.planned(), plain)
+        rig.runner.remove()
+    assert not rig.runner.replayer.whole
     rig.close()

@@ -2,8 +2,7 @@
 
 A frame remembers one call of a block: its arguments, random state and autocast. The replay runs
 the same forward under hooks that catch the tensors autograd saves, by their number; it stops as
-soon as all that was dropped is back. A selective replay skips ops: those whose results were kept
-hand them out, those nobody needs give memory without values.
+soon as all that was dropped is back. Where only some ops run again, a tape does it (tape.py).
 """
 
 import contextlib
@@ -15,36 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms.entry import Entry, Handle, Kept
-from legroom.memory.recorder import is_silent, op_name
-from legroom.memory.saved import StorageTable, ViewOf
+from legroom.memory.mechanisms.tape import Tape
 from legroom.memory.script import Replay
 
 
 class StopReplay(Exception):
     """All that was dropped is back."""
-
-
-class Diverged(Exception):
-    """A selective replay met another op than the trace has there."""
-
-
-@dataclass(frozen=True)
-class OpForm:
-    """What an op looked like when traced: its name, and the form of each result."""
-
-    name: str
-    results: tuple[Any, ...]
-    """A ViewOf for each tensor, plain values as they were."""
-    storages: tuple[int, ...]
-    """The storage of each result, -1 for none."""
-    single: bool
-    bookkeeping: bool
-    """It only changes buffers, which a replay leaves alone."""
 
 
 class Held:
@@ -76,6 +55,8 @@ class Frame:
     """Versions of the module's parameters in the first run."""
     whole: bool = False
     """The call did not go as traced: nothing may be skipped in its replay."""
+    tape: Tape | None = None
+    """The ops to run again, if not all."""
     dropped: "list[weakref.ref[Entry]]" = field(default_factory=list)
     """What it dropped; weak, for each entry holds its frame (see [Note: ownership])."""
     sources: dict[int, Kept | Handle] = field(default_factory=dict)
@@ -97,7 +78,10 @@ def open_frame(
     rng = RandomState.take(device) if how.draws else None
     versions = surroundings(module).versions()
     kept_args = tree_map(hold, args)
-    return Frame(block, how, module, kept_args, held, rng, autocast_state(device), versions)
+    frame = Frame(block, how, module, kept_args, held, rng, autocast_state(device), versions)
+    if how.runs is not None:
+        frame.tape = Tape(how.forms, how.runs, [h.kept.tensor for h in held if h.kept])
+    return frame
 
 
 @dataclass(frozen=True)
@@ -138,23 +122,33 @@ def autocast_state(device: torch.device) -> Autocast:
 def as_it_was(frame: Frame, device: torch.device) -> Iterator[None]:
     """Random state, autocast and running statistics as in the first run; put back after."""
     with contextlib.ExitStack() as stack:
-        if frame.rng is not None:
-            now = RandomState.take(device)
-            stack.callback(now.put, device)
-            frame.rng.put(device)
+        stack.enter_context(rewound(frame, device))
         for then, now_on in zip(frame.autocast, autocast_state(device), strict=True):
             kind, enabled, dtype, cached = then
             if then != now_on or enabled:
                 cast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
                 stack.enter_context(cast)
-        around = surroundings(frame.module)
-        if around.versions() != frame.versions:
-            raise StepError(
-                f"a parameter of {frame.how.name} was changed between forward and backward, and "
-                "the plan runs that block again: step the optimizer after backward"
-            )
-        stack.enter_context(around.frozen())
+        stack.enter_context(surroundings(frame.module).frozen())
         yield
+
+
+@contextlib.contextmanager
+def rewound(frame: Frame, device: torch.device) -> Iterator[None]:
+    """Random state as in the first run, parameters too; the former is put back after."""
+    if surroundings(frame.module).versions() != frame.versions:
+        raise StepError(
+            f"a parameter of {frame.how.name} was changed between forward and backward, and "
+            "the plan runs that block again: step the optimizer after backward"
+        )
+    if frame.rng is None:
+        yield
+        return
+    now = RandomState.take(device)
+    frame.rng.put(device)
+    try:
+        yield
+    finally:
+        now.put(device)
 
 
 class Surroundings:
@@ -210,7 +204,6 @@ def replay(
     device: torch.device,
     arguments: Any,
     catch: Callable[[Tensor], None],
-    mode: "SelectiveMode | None",
 ) -> None:
     """Run the block's forward again; `catch` gets each saved tensor and may raise StopReplay."""
     args, kwargs = arguments
@@ -220,91 +213,5 @@ def replay(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(catch, unpack)
     stop = contextlib.suppress(StopReplay)
-    skip = mode or contextlib.nullcontext()
-    with stop, as_it_was(frame, device), torch.enable_grad(), hooks, skip:
+    with stop, as_it_was(frame, device), torch.enable_grad(), hooks:
         frame.module.forward(*args, **kwargs)
-
-
-class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Run only some ops of a block; the others give kept results, or room without values."""
-
-    def __init__(
-        self,
-        forms: tuple[OpForm, ...],
-        runs: frozenset[int],
-        kept: Callable[[int], Tensor | None],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.forms, self.runs, self.kept = forms, runs, kept
-        self.next = 0
-        self._off = False
-        self._holes: StorageTable[bool] = StorageTable()
-        """Storages given out without values."""
-
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """Let ops of the runtime itself pass by."""
-        self._off = True
-        try:
-            yield
-        finally:
-            self._off = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._off or is_silent(func):
-            return func(*args, **kwargs)
-        index, form = self._find(op_name(func))
-        if index in self.runs:
-            self._check_whole(func, args, kwargs)
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            return _written(func, args, kwargs)
-        return self._stand_in(form, args)
-
-    def _check_whole(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Nothing that runs may read memory nobody wrote: rather run the whole block again."""
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and self._holes.get(leaf.untyped_storage()):
-                raise Diverged(f"{func} reads what was skipped")
-
-    def _find(self, name: str) -> tuple[int, OpForm]:
-        """The traced op this one is; bookkeeping that is left out now is passed over."""
-        while self.next < len(self.forms):
-            index, self.next = self.next, self.next + 1
-            if self.forms[index].name == name:
-                return index, self.forms[index]
-            if not self.forms[index].bookkeeping:
-                raise Diverged(f"{name} where {self.forms[index].name} was traced")
-        raise Diverged(f"{name} after the last traced op")
-
-    def _stand_in(self, form: OpForm, args: Any) -> Any:
-        device = next((a.device for a in args if isinstance(a, Tensor)), None)
-        results = [
-            self._result(v, s, device) for v, s in zip(form.results, form.storages, strict=True)
-        ]
-        return results[0] if form.single else tuple(results)
-
-    def _result(self, view: Any, storage: int, device: Any) -> Any:
-        if not isinstance(view, ViewOf):
-            return view
-        flat = self.kept(storage)
-        if flat is not None:
-            return view.on(flat)
-        hole = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
-        self._holes.put(hole.untyped_storage(), True)
-        return hole
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an in-place op returns, without doing it."""
-    changed = [
-        args[i] if i < len(args) else kwargs.get(a.name)
-        for i, a in enumerate(func._schema.arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
-    if len(func._schema.returns) == 0:
-        return None
-    return changed[0] if len(func._schema.returns) == 1 else tuple(changed)

@@ -205,9 +205,9 @@ class Program:
 
     def _host_row(self, rows: _Rows) -> None:
         """The host's own work for replays and moves, where it is a matter: late if too much."""
-        free_s = self.step.compute_s - self.step.host_s
         if not self.step.host_s:
             return
+        free_s = self.step.compute_s - self.step.host_s - (self.sim.watch_s if self.moves else 0.0)
         terms = {c: self.step.blocks[b].variants[v].host_s for (b, v), c in self.variants.items()}
         terms |= dict.fromkeys(self.moves.values(), MOVE_HOST_S)
         rows.add(terms | {self.late_host: -1.0}, max(free_s, 0.0))

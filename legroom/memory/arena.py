@@ -1,0 +1,186 @@
+"""Where blocks lie: whether an allocator finds room for a plan's tensors, and how to help it.
+
+The peak of a plan counts bytes; an allocator also loses some to gaps too small for what comes
+next. This plays the device's own rule: the smallest gap that fits, lowest address first,
+neighbours merged when freed. Several stretches instead of one often lose less: small tensors fill
+the smaller ones and leave the largest whole for large tensors. Blocks that are there before the
+step lie elsewhere and leave no gaps.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from legroom.memory.actions import Action, Compress, Move, Recompute, compressed_bytes
+from legroom.memory.plan import held_inputs
+from legroom.memory.simulate import Simulator
+
+ROUND_BYTES = 512
+SMALL_BYTES = 1 << 20
+"""Smaller blocks share segments of their own, which are few."""
+
+NUM_SPLITS = 24
+"""Ways to split the room that are tried."""
+MAX_STRETCHES = 16
+
+Stay = tuple[int, int, int]
+"""First position, position where it is gone, bytes."""
+Event = tuple[bool, int, int]
+"""Whether it begins, its number, bytes."""
+
+
+class Placement(NamedTuple):
+    """How a plan's tensors lie in the room for them."""
+
+    stretches: tuple[int, ...]
+    """Sizes of the stretches to keep apart, the largest last."""
+    missing_bytes: int
+    """By how much the room is too small."""
+
+
+NOWHERE = Placement((), 0)
+"""No placement."""
+
+
+def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
+    """The best of some splits of what a limit leaves beside the tensors that are always there."""
+    room = limit - sum(s.num_bytes for s in simulator.step.storages if s.birth < 0)
+    events = _events(list(stays(simulator, actions)))
+    large = [event for event in events if event[2] > SMALL_BYTES]
+    room = (room - _most(e for e in events if e[2] <= SMALL_BYTES)) // ROUND_BYTES * ROUND_BYTES
+    over = _most(large) - room
+    if over > 0:
+        return Placement((room,), over)
+    best = Placement((room,), 1 << 62)
+    for i in range(NUM_SPLITS):
+        stretches = _split(room, room - room * i // NUM_SPLITS)
+        missing = _missing(large, stretches)
+        if missing < best.missing_bytes:
+            best = Placement(stretches, missing)
+        if not missing:
+            break
+    return best
+
+
+def _split(room: int, largest: int) -> tuple[int, ...]:
+    """One stretch of about this size, and the rest in smaller ones."""
+    rest = room - largest
+    count = min(-(-rest // max(largest - largest // 50, 1)), MAX_STRETCHES)
+    part = rest // max(count, 1) // ROUND_BYTES * ROUND_BYTES
+    return (*[part] * count, room - count * part)
+
+
+def _most(events: Iterable[Event]) -> int:
+    level = most = 0
+    for is_start, _, size in events:
+        level += size if is_start else -size
+        most = max(most, level)
+    return most
+
+
+def _missing(events: Sequence[Event], stretches: Sequence[int]) -> int:
+    arena = Arena(stretches)
+    live: dict[int, tuple[int, int]] = {}
+    for is_start, number, size in events:
+        if is_start:
+            live[number] = arena.take(size)
+        else:
+            arena.give(*live.pop(number))
+    return arena.top - arena.room
+
+
+def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
+    """When which bytes are on the device: each storage in its stretches, scratch, replays."""
+    step, storages = simulator.step, simulator.step.storages
+    replays = simulator.replays(actions)
+    held = held_inputs(step, [a for a in actions if isinstance(a, Recompute)])
+    away: dict[int, tuple[int, int]] = {
+        a.storage: (max(storages[a.storage].release + 1, a.out_wait), a.in_start)
+        for a in actions
+        if isinstance(a, Move)
+    }
+    for r in replays:
+        for s in r.variant.drops:
+            away[s] = (max(storages[s].release + 1, held.get(s, (0, 0))[1]), r.position)
+    for a in actions:
+        if isinstance(a, Compress):
+            storage, use = storages[a.storage], step.first_use(a.storage)
+            away[a.storage] = (storage.release + 1, use)
+            small = compressed_bytes(a.codec, storage.num_bytes, storage.dtype)
+            yield step.packed(a.storage), storage.death + 1, small
+    for i, storage in enumerate(storages):
+        if storage.birth >= 0:
+            end = max(storage.death + 1, held.get(i, (0, 0))[1])
+            gone, back = away.get(i, (end, end))
+            yield storage.birth, gone, storage.num_bytes
+            yield back, end, storage.num_bytes
+    for i, op in enumerate(step.ops):
+        yield i, i + 1, op.workspace_bytes
+    for r in replays:
+        yield r.position, r.position + 1, r.variant.replay_peak_bytes - r.variant.dropped_bytes
+
+
+def _events(spans: Sequence[Stay]) -> list[Event]:
+    """(whether it begins, number, bytes) in order; at one position, ends come first."""
+    events = []
+    for number, (start, end, size) in enumerate(spans):
+        if size > 0 and end > start:
+            events.append((start, True, number, size))
+            events.append((end, False, number, size))
+    return [e[1:] for e in sorted(events)]
+
+
+class Arena:
+    """Stretches of addresses, with more at the end; hands out the smallest gap that fits."""
+
+    def __init__(self, stretches: Sequence[int]) -> None:
+        self._gaps: list[tuple[int, int]] = []
+        """(size, address), sorted."""
+        self._starts: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._walls: set[int] = set()
+        self.room = 0
+        for size in stretches:
+            self._remember(size, self.room)
+            self.room += size
+            self._walls.add(self.room)
+        self.top = self._end = self.room
+        """The highest address used so far, the room itself counted as used."""
+
+    def take(self, size: int) -> tuple[int, int]:
+        """A block of this size: (address, size)."""
+        size = (size + ROUND_BYTES - 1) // ROUND_BYTES * ROUND_BYTES
+        i = bisect_left(self._gaps, (size, 0))
+        if i < len(self._gaps):
+            gap, address = self._gaps[i]
+            self._forget(gap, address)
+            if gap > size:
+                self._remember(gap - size, address + size)
+            return address, size
+        address, self._end = self._end, self._end + size
+        self.top = max(self.top, self._end)
+        return address, size
+
+    def give(self, address: int, size: int) -> None:
+        """Free a block, and merge it with the gaps beside it."""
+        end = address + size
+        if end in self._starts and end not in self._walls:
+            gap = self._starts[end]
+            self._forget(gap, end)
+            end += gap
+        if address in self._ends and address not in self._walls:
+            gap = self._ends[address]
+            self._forget(gap, address - gap)
+            address -= gap
+        if end == self._end and address >= self.room:
+            self._end = address
+        else:
+            self._remember(end - address, address)
+
+    def _remember(self, size: int, address: int) -> None:
+        insort(self._gaps, (size, address))
+        self._starts[address] = self._ends[address + size] = size
+
+    def _forget(self, size: int, address: int) -> None:
+        del self._gaps[bisect_left(self._gaps, (size, address))]
+        del self._starts[address], self._ends[address + size]

@@ -1,0 +1,57 @@
+"""Hooks around a block's forward, inside of any the user hangs on it."""
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class InnerHooks:
+    """Pairs of hooks, one before and one after a module's forward."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[nn.Module, Any, Any]] = []
+        self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
+
+    def add(self, module: nn.Module, enter: Any, leave: Any) -> None:
+        """Call `enter(module, args, kwargs)` before its forward, `leave()` after, come what may.
+
+        A copy of the module takes the hooks along and calls neither.
+        """
+
+        def before(mod: nn.Module, args: Any, kwargs: Any) -> None:
+            if mod is module:
+                enter(mod, args, kwargs)
+
+        def after(mod: nn.Module, args: Any, output: Any) -> None:
+            if mod is module:
+                leave()
+
+        self._watched.append((module, before, after))
+        self._handles.append(_hang(module, before, after))
+
+    def keep_innermost(self) -> None:
+        """Hang them anew where the user has set others since: the block is its forward alone."""
+        for i, (module, enter, leave) in enumerate(self._watched):
+            before, after = self._handles[i]
+            last = next(reversed(module._forward_pre_hooks))
+            first = next(iter(module._forward_hooks))
+            if (last, first) != (before.id, after.id):
+                before.remove()
+                after.remove()
+                self._handles[i] = _hang(module, enter, leave)
+
+    def remove(self) -> None:
+        """Take all of them out."""
+        for before, after in self._handles:
+            before.remove()
+            after.remove()
+        self._handles.clear()
+        self._watched.clear()
+
+
+def _hang(module: nn.Module, before: Any, after: Any) -> tuple[RemovableHandle, RemovableHandle]:
+    return (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, prepend=True, always_call=True),
+    )

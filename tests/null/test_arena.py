@@ -1,0 +1,83 @@
+"""Where blocks lie: the allocator's rule on hand-made steps, with exact numbers."""
+
+import random
+
+from legroom.machine.spec import find_machine
+from legroom.memory.arena import ROUND_BYTES, Arena, place
+from legroom.memory.simulate import Simulator
+from legroom.memory.trace import Kind, Op, Phase, Step, Storage
+
+MIB = 1 << 20
+MACHINE = find_machine("h200")
+
+
+def step_of(*lives: tuple[int, int, int]) -> Step:
+    """A step whose tensors are born and die as given: (birth, death, MiB)."""
+    ops = max(death for _, death, _ in lives) + 1
+    return Step(
+        model="handmade",
+        machine=MACHINE.name,
+        capture="fake",
+        saved=(),
+        ops=tuple(Op("op", "", Phase.FORWARD, -1, 1e-3, (), ()) for _ in range(ops)),
+        storages=tuple(
+            Storage(f"t{i}", n * MIB, Kind.TEMPORARY if b >= 0 else Kind.WEIGHT, b, d, d)
+            for i, (b, d, n) in enumerate(lives)
+        ),
+    )
+
+
+def missing(step: Step, limit_mib: int) -> float:
+    """How many MiB short a limit is."""
+    return place(Simulator(step, MACHINE), [], limit_mib * MIB).missing_bytes / MIB
+
+
+def test_gaps_cost_room() -> None:
+    """Two freed neighbours of a kept tensor give no place for one of their sum."""
+    step = step_of((0, 0, 40), (1, 5, 10), (0, 1, 30), (3, 4, 60))
+    # 40 and 30 lie below the 10 that stays; merged they hold 60.
+    assert missing(step, 80) == 0
+    step = step_of((0, 1, 40), (1, 5, 10), (2, 2, 30), (3, 4, 60))
+    # The 10 lies above the 40, and the 60 fits on neither side of it in a room of 70.
+    assert Simulator(step, MACHINE).shape([]).peak == 70 * MIB
+    assert missing(step, 110) == 0
+    assert missing(step, 70) > 0
+
+
+def test_stretches_keep_large_tensors_whole() -> None:
+    """Small ones that stay fill a stretch of their own: the same room then holds the large one."""
+    small = [(i, 40, 2) for i in range(0, 20, 2)]
+    passing = [(i + 1, i + 2, 30) for i in range(0, 20, 2)]
+    step = step_of(*small, *passing, (21, 22, 60))
+    placed = place(Simulator(step, MACHINE), [], 90 * MIB)
+    assert placed.missing_bytes == 0
+    assert len(placed.stretches) > 1 and sum(placed.stretches) == 90 * MIB
+    assert max(placed.stretches) == placed.stretches[-1]
+
+
+def test_what_is_always_there_takes_its_part() -> None:
+    """Weights are outside of the stretches, and too little room says by how much."""
+    step = step_of((-1, 3, 50), (0, 2, 30))
+    placed = place(Simulator(step, MACHINE), [], 100 * MIB)
+    assert placed.stretches == (50 * MIB,) and placed.missing_bytes == 0
+    assert missing(step, 70) == 10
+
+
+def test_an_arena_gives_out_no_byte_twice() -> None:
+    """Live blocks never overlap nor cross a wall, and all comes together again when freed."""
+    rng = random.Random(5)
+    stretches = (3000 * ROUND_BYTES, 1000 * ROUND_BYTES, 5000 * ROUND_BYTES)
+    arena, live = Arena(stretches), []
+    for _ in range(3000):
+        if live and rng.random() < 0.5:
+            arena.give(*live.pop(rng.randrange(len(live))))
+        else:
+            live.append(arena.take(rng.randint(1, 400 * ROUND_BYTES)))
+        ordered = sorted(live)
+        assert all(a + n <= b for (a, n), (b, _) in zip(ordered, ordered[1:], strict=False))
+        for wall in (stretches[0], stretches[0] + stretches[1], sum(stretches)):
+            assert not any(a < wall < a + n for a, n in live)
+    for block in live:
+        arena.give(*block)
+    whole = [arena.take(n)[0] for n in sorted(stretches)]
+    assert whole == [stretches[0], 0, stretches[0] + stretches[1]]
