@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -24,6 +23,7 @@ from legroom.core.errors import BudgetError, LegroomError, RecordError, StepErro
 from legroom.core.outcome import Comparison, Timeline
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
+from legroom.memory.calibrate import as_predicted, learn
 from legroom.memory.device import Meter, make_meter
 from legroom.memory.kinds import Kind, Measurement, rescaled
 from legroom.memory.online import make_evictor
@@ -55,8 +55,6 @@ WARM = 2
 SETTLED = 3
 """Measured steps before a plan is judged."""
 MAX_REPLANS = 3
-TOLERANCE = 0.04
-"""A step time off by more than this makes the plan be made anew."""
 
 
 class MemoryJob:
@@ -258,8 +256,8 @@ class MemoryJob:
             reading = self.meter.last()
             kind.reference = (reading.seconds(), reading.host_s - self.runner.replayer.seconds)
         else:
-            filed = kind.file(self._measure(kind)) and kind.replans < MAX_REPLANS
-            if filed and len(kind.measurements) % SETTLED == 0:
+            filed = kind.file(self._measure(kind))
+            if filed and not kind.still and len(kind.measurements) % SETTLED == 0:
                 self._calibrate(kind)
 
     def _use_recording(self, kind: Kind) -> None:
@@ -303,7 +301,8 @@ class MemoryJob:
         if "step" in peaks:
             peaks = {"device": peaks["step"] + kind.static_bytes}
         self._check_peak(peaks.get("reserved", peaks.get("device", 0)))
-        return lambda: Measurement(reading.seconds(), peaks, stall(), replay_s, moved)
+        host_s = reading.host_s
+        return lambda: Measurement(reading.seconds(), peaks, stall(), replay_s, moved, host_s)
 
     def _check_peak(self, peak: int) -> None:
         if peak > self.budget["device"] and not self._warned:
@@ -315,20 +314,16 @@ class MemoryJob:
             )
 
     def _calibrate(self, kind: Kind) -> None:
-        """Where a settled plan's time came out otherwise than predicted: learn why, plan again."""
-        assert kind.plan is not None and kind.capture is not None
-        off = kind.step_s - kind.plan.predicted.step_s
+        """Judge a settled plan: keep the fastest seen; if it came out otherwise, plan again."""
         pressed = self.meter.pressed() and not kind.placement.missing_bytes
-        if abs(off) <= TOLERANCE * kind.step_s and not pressed:
-            return
-        kind.replans += 1
-        busy_s = Simulator(kind.capture.step, self.machine).busy_s(kind.plan.actions)
-        if busy_s > TOLERANCE * kind.step_s:
-            contention = min(max(self.machine.contention + off / busy_s, 0.0), 2.0)
-            self.machine = msgspec.structs.replace(self.machine, contention=contention)
-        else:
-            kind.capture = rescaled(kind.capture, kind.step_s / kind.plan.predicted.step_s)
-        self._plan(kind)
+        better = kind.judge()
+        kind.still = (
+            not better or kind.replans >= MAX_REPLANS or (as_predicted(kind) and not pressed)
+        )
+        if not kind.still:
+            kind.replans += 1
+            self.machine = learn(kind, self.machine)
+            self._plan(kind)
 
     # -- reports -----------------------------------------------------------------------------
 
@@ -360,6 +355,7 @@ class MemoryJob:
 
         The unplanned step needs the memory it needs: the cap is lifted for it.
         """
+        warned, self._warned = self._warned, True
         self.meter.uncap()
         try:
             self._settle(closure)
@@ -367,6 +363,7 @@ class MemoryJob:
             exact = self.current.plan.exact
             return verify_step(self.model, self.device, closure, self.step, exact_plan=exact)
         finally:
+            self._warned = warned
             self.meter.cap(self.budget["device"])
 
     def _settle(self, closure: Callable[[], Tensor]) -> None:
@@ -396,5 +393,5 @@ class MemoryJob:
             self._closed = True
             self._hook.remove()
             self.runner.remove()
+            self.meter.uncap()  # first: what is still out comes back, however little room there was
             self.tiers.close()
-            self.meter.uncap()

@@ -28,6 +28,7 @@ class Measurement:
     stall_s: float
     replay_s: float
     moved_bytes: dict[str, int]
+    host_s: float = 0.0
 
 
 @dataclass
@@ -46,6 +47,10 @@ class Kind:
     reference: tuple[float, float] | None = None
     """Time of a warm step before the recording: whole, and of the host alone."""
     replans: int = 0
+    still: bool = False
+    """No more plans are made."""
+    best: "tuple[float, Capture, Plan, Script, Placement] | None" = None
+    """The fastest plan so far, with the step time measured under it."""
     strayed: int = 0
     """Steps in a row that left the script: after a few it is recorded anew."""
     measurements: list[Measurement] = field(default_factory=list)
@@ -58,6 +63,22 @@ class Kind:
         if pending is not None:
             self.measurements.append(pending())
         return pending is not None
+
+    def judge(self) -> bool:
+        """Whether the plan in force is the fastest so far; if not, that one is put back."""
+        assert self.capture is not None and self.plan is not None and self.script is not None
+        if self.best is None or self.step_s < self.best[0]:
+            self.best = (self.step_s, self.capture, self.plan, self.script, self.placement)
+            return True
+        _, self.capture, self.plan, self.script, self.placement = self.best
+        self.measurements.clear()
+        self.pending = None
+        return False
+
+    @property
+    def host_s(self) -> float:
+        """Median time the host was busy with a step."""
+        return median(m.host_s for m in self.measurements[-WINDOW:])
 
     @property
     def static_bytes(self) -> int:

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms import recompute as again
 from legroom.memory.mechanisms.entry import Entry, Handle, State
 from legroom.memory.mechanisms.recompute import Frame, Held
 from legroom.memory.mechanisms.tape import Diverged, Player, Tape
-from legroom.memory.saved import StorageTable, flat_bytes, is_ours
+from legroom.memory.saved import StorageTable, is_ours
 
 
 class Replayer:
@@ -63,7 +62,7 @@ class Replayer:
             if self._play(frame, frame.tape, missing):
                 return
             self.whole.add(frame.how.name)
-        args = tree_map(self._open_arg, frame.args)
+        args = again.map_args(self._open_arg, frame.args)
         again.replay(frame, self.device, args, self._catcher(frame, missing))
 
     def _play(self, frame: Frame, tape: Tape, missing: dict[int, Entry]) -> bool:
@@ -77,7 +76,7 @@ class Replayer:
             if isinstance(source, Handle):
                 self._bring(source.entry)
                 return source.entry.flat
-            return flat_bytes(source.open()) if source is not None else None
+            return source.open() if source is not None else None
 
         try:
             with again.rewound(frame, self.device):
@@ -90,10 +89,10 @@ class Replayer:
         missing.clear()
         return True
 
-    def _put(self, frame: Frame, entry: Entry, flat: Tensor) -> None:
-        if flat.numel() != entry.num_bytes:
+    def _put(self, frame: Frame, entry: Entry, tensor: Tensor) -> None:
+        if tensor.untyped_storage().nbytes() != entry.num_bytes:
             raise StepError(f"running {frame.how.name} again saved a tensor of another size")
-        entry.flat, entry.state = flat, State.HERE
+        entry.flat, entry.state = tensor, State.HERE
         self._note_back(entry)
 
     def _catcher(self, frame: Frame, missing: dict[int, Entry]) -> Callable[[Tensor], None]:
@@ -108,7 +107,7 @@ class Replayer:
             entry = missing.get(ordinal)
             if entry is None:
                 return
-            self._put(frame, entry, flat_bytes(tensor.detach()))
+            self._put(frame, entry, tensor.detach())
             del missing[ordinal]
             if not missing:
                 raise again.StopReplay

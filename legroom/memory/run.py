@@ -189,15 +189,17 @@ class Runner:
         row = self._row(ordinal, tensor)
         if row is None:
             return Kept(tensor, note)
-        self._advance(row.packed)
+        if self.script.due:
+            self._advance(row.packed)
         entry = self._take(row, ordinal, tensor, note)
+        wanted = self._frame is not None and row.storage in self._frame.how.wants
         if entry is None:
-            # Detached, else the frame would hold the graph that holds the frame.
-            self._offer(row.storage, Kept(tensor.detach()))
+            if wanted:  # detached, else the frame would hold the graph that holds the frame
+                self._offer(row.storage, Kept(tensor.detach()))
             return Kept(tensor, note)
         handle = Handle(entry, ViewOf.of(tensor), tensor._version, row.unpacked, note)
         handle.step = self._step
-        if entry.state is not State.DROPPED:
+        if wanted and entry.state is not State.DROPPED:
             self._offer(row.storage, handle)
         return handle
 
@@ -229,9 +231,9 @@ class Runner:
 
     def _offer(self, storage: int, packed: Kept | Handle) -> None:
         """Keep a saved tensor at hand for its block's selective replay."""
-        frame = self._frame
-        if frame is not None and storage in frame.how.wants and storage not in frame.sources:
-            frame.sources[storage] = packed
+        assert self._frame is not None
+        if storage not in self._frame.sources:
+            self._frame.sources[storage] = packed
             if isinstance(packed, Handle):
                 packed.entry.waiting += 1
 

@@ -94,8 +94,19 @@ class ViewOf:
         """The view this tensor takes of its storage."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether the tensor looks at its storage in this way already."""
+        return (
+            tensor.dtype == self.dtype
+            and tensor.stride() == self.stride
+            and tensor.size() == self.size
+            and tensor.storage_offset() == self.offset
+        )
+
     def on(self, flat: Tensor) -> Tensor:
-        """The same view of other bytes, given as a flat uint8 tensor of the whole storage."""
+        """The same view of other bytes, given as any tensor on the whole of a storage."""
+        if self.is_of(flat):
+            return flat
         if isinstance(flat, FakeTensor):  # set_ on a fake storage would keep it alive for good
             whole = flat.numel() // self.dtype.itemsize * self.dtype.itemsize
             return flat[:whole].view(self.dtype).as_strided(self.size, self.stride, self.offset)

@@ -55,7 +55,7 @@ OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START = range(6)
 
 MOVE_HOST_S = 150e-6
 """Host time of one move, out and back."""
-WATCH_HOST_S = 20e-6
+WATCH_HOST_S = 40e-6
 """Host time of a saved tensor that is watched: all of them are where something moves."""
 
 

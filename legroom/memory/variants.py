@@ -18,12 +18,10 @@ from scipy.sparse import coo_matrix
 from legroom.memory.trace import FULL, Block, Kind, Op, Step, Variant
 
 MAX_VARIANTS = 8
-HOST_OP_S = 40e-6
-"""Most host time an op takes, modules and all; a step that waits for the device seems to take more.
-
-What follows is in such ops' worth, measured on ResNet-152 with an H200."""
-HOST_FRAME, HOST_AGAIN, HOST_NOTE, HOST_PLAY = 10.0, 1.2, 1.7, 2.0
-"""Of a block that runs again; of its op run again whole, looked at for a tape, run from a tape."""
+HOST_FRAME_S, HOST_AGAIN_S = 1e-3, 50e-6
+"""Host time of a block that runs again, and of each op run again whole."""
+HOST_NOTE_S, HOST_PLAY_S = 50e-6, 60e-6
+"""Of each op looked at for a tape, and run from it. As seen on ResNet-152 beside an H200."""
 
 Points = dict[tuple[int, float], tuple[tuple[int, ...], tuple[int, ...]]]
 """Hull points found: (bytes, seconds) to (drops, replays)."""
@@ -187,11 +185,9 @@ def _variant(graph: _Graph, shape: _Shape) -> Variant:
 
 def _host_s(graph: _Graph, shape: str, num_replays: int) -> float:
     """How long the host is busy with a block that runs again, in forward and backward."""
-    step = graph.step
-    op_s = min(step.host_s / len(step.ops), HOST_OP_S) if step.host_s else HOST_OP_S
     if shape == FULL:
-        return op_s * (HOST_FRAME + HOST_AGAIN * num_replays)
-    return op_s * (HOST_FRAME + HOST_NOTE * len(graph.ops) + HOST_PLAY * num_replays)
+        return HOST_FRAME_S + HOST_AGAIN_S * num_replays
+    return HOST_FRAME_S + HOST_NOTE_S * len(graph.ops) + HOST_PLAY_S * num_replays
 
 
 def _replay_peak(graph: _Graph, shape: str, drops: set[int], replays: set[int], last: int) -> int:

@@ -44,7 +44,7 @@ class Entry:
         self.version = version
         self.state = State.HERE
         self.flat: Tensor | None = None
-        """The whole storage as bytes, while it is on the device."""
+        """A tensor on the storage while it is on the device: flat bytes, or as it was saved."""
         self.place: Place | None = None
         """Its copy in a lower tier; valid from LEAVING on."""
         self.ticket: Ticket | None = None

@@ -77,11 +77,19 @@ def open_frame(
 
     rng = RandomState.take(device) if how.draws else None
     versions = surroundings(module).versions()
-    kept_args = tree_map(hold, args)
+    kept_args = map_args(hold, args)
     frame = Frame(block, how, module, kept_args, held, rng, autocast_state(device), versions)
     if how.runs is not None:
         frame.tape = Tape(how.forms, how.runs, [h.kept.tensor for h in held if h.kept])
     return frame
+
+
+def map_args(change: Callable[[Any], Any], args: Any) -> Any:
+    """(args, kwargs) with each leaf changed; most calls have tensors alone, and no keywords."""
+    given, named = args
+    if not named and all(isinstance(x, Tensor | Held) for x in given):
+        return tuple([change(x) for x in given]), named
+    return tree_map(change, args)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from legroom.memory.mechanisms.entry import Kept
 from legroom.memory.recorder import Recorder, is_silent, op_name
-from legroom.memory.saved import StorageTable, ViewOf, flat_bytes, has_storage
+from legroom.memory.saved import StorageTable, ViewOf, has_storage
 
 STATISTICS = {
     f"aten.{name}": (3, 4, 5)
@@ -102,7 +102,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index in self.runs:  # noted before it runs: it may change its arguments in place
             self._note(func, args, kwargs, form)
         result = func(*args, **kwargs)
-        self._name(result, form)
+        if form.storages:
+            self._name(result, form)
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, form: OpForm) -> None:
@@ -171,7 +172,7 @@ class Player:
         self._made: dict[int, Tensor] = {}
 
     def play(self, wanted: frozenset[int]) -> dict[int, Tensor]:
-        """The wanted storages as flat bytes; raises Diverged if an op lacks what it reads."""
+        """A tensor on each of the wanted storages; raises Diverged if an op lacks what it reads."""
         last = {number: i for i, call in enumerate(self.calls) for number in _numbers(call)}
         spent: dict[int, list[int]] = {}
         for number, i in last.items():
@@ -184,7 +185,7 @@ class Player:
                     self._made.pop(number, None)
             if not wanted <= self._made.keys():
                 raise Diverged("not all that was dropped came back")
-            return {number: flat_bytes(self._made[number].detach()) for number in wanted}
+            return {number: self._made[number].detach() for number in wanted}
 
     def _run(self, call: Call) -> None:
         if any(ref.storage not in self._made for ref in _written(call)):
@@ -222,10 +223,8 @@ def _below_autograd() -> Iterator[None]:
 
 
 def look(tensor: Tensor, view: ViewOf, grad: bool) -> Tensor:
-    """A view of a tensor's storage; the tensor itself where it is that already."""
-    plain = tensor.dtype == view.dtype and tensor.stride() == view.stride
-    if not plain or tensor.size() != view.size or tensor.storage_offset() != view.offset:
-        tensor = view.on(tensor)
+    """A view of a tensor's storage, wanting a gradient or not."""
+    tensor = view.on(tensor)
     return tensor if tensor.requires_grad == grad else tensor.detach().requires_grad_(grad)
 
 

@@ -1,0 +1,43 @@
+"""What measured steps teach: where the time went that the simulator did not foresee."""
+
+import msgspec
+
+from legroom.machine.spec import Machine
+from legroom.memory.kinds import Kind, rescaled
+from legroom.memory.simulate import Simulator
+
+TOLERANCE = 0.04
+"""A step time off by no more than this is as predicted."""
+MAX_CONTENTION = 0.15
+"""Most that a busy link can slow the compute beside it, as a share of the time it is busy."""
+HOST_BOUND = 0.9
+"""A host busy for this share of a step holds the device up."""
+
+
+def as_predicted(kind: Kind) -> bool:
+    """Whether the plan in force takes the time it was thought to take."""
+    assert kind.plan is not None
+    return abs(kind.step_s - kind.plan.predicted.step_s) <= TOLERANCE * kind.step_s
+
+
+def learn(kind: Kind, machine: Machine) -> Machine:
+    """Bring the kind's trace in line with what was measured; the machine, in line as well.
+
+    A host that had no time to spare was slower than thought; else copies beside the compute may
+    have slowed it, up to what is plausible; what is left is the ops' own.
+    """
+    assert kind.plan is not None and kind.capture is not None
+    step, actions = kind.capture.step, kind.plan.actions
+    off_s = kind.step_s - kind.plan.predicted.step_s
+    if step.host_s and kind.host_s > HOST_BOUND * kind.step_s:
+        kind.capture = rescaled(kind.capture, 1.0, max(step.host_s + off_s, 1e-3))
+        return machine
+    simulator = Simulator(step, machine)
+    busy_s = simulator.busy_s(actions)
+    if busy_s > TOLERANCE * kind.step_s:
+        before = machine.contention
+        contention = min(max(before + off_s / busy_s, 0.0), max(MAX_CONTENTION, before))
+        machine = msgspec.structs.replace(machine, contention=contention)
+        off_s -= (contention - before) * busy_s
+    kind.capture = rescaled(kind.capture, 1 + off_s / (kind.step_s - off_s))
+    return machine
