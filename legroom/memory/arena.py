@@ -113,7 +113,7 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
             end = max(storage.death + 1, held.get(i, (0, 0))[1])
             gone, back = away.get(i, (end, end))
             yield storage.birth, gone, storage.num_bytes
-            yield back, end, storage.num_bytes
+            yield back, storage.last + 1, storage.num_bytes
     for i, op in enumerate(step.ops):
         yield i, i + 1, op.workspace_bytes
     for r in replays:

@@ -22,9 +22,13 @@ def build_step(
 ) -> Step:
     """The trace of a recorded step, with these calls as its blocks (variants not yet made)."""
     end = len(recorder.ops)
+    _accumulate_in_place(recorder)
     saved, block_of_row = _saved_rows(recorder, calls)
-    held = {row.storage for row in saved}
-    storages = tuple(_storage(s, i in held, end) for i, s in enumerate(recorder.storages))
+    held: dict[int, int] = {}
+    for raw in recorder.saved:
+        gone = end if raw.gone is None else raw.gone
+        held[raw.storage] = max(gone, held.get(raw.storage, 0))
+    storages = tuple(_storage(s, held.get(i, -1), end) for i, s in enumerate(recorder.storages))
     block_of_op = _block_of_op(calls)
     ops = tuple(
         _op(raw, storages, machine, block_of_op.get(i, block_of_row(raw)), capture)
@@ -41,6 +45,28 @@ def build_step(
         saved=saved,
         blocks=blocks,
     ).check()
+
+
+def _accumulate_in_place(recorder: Recorder) -> None:
+    """Let gradients that meet be added in place, as autograd does when nobody watches its ops.
+
+    It adds a gradient to one that waits for it, made by another node, and needed no more.
+    """
+    storages, saved = recorder.storages, {row.storage for row in recorder.saved}
+    for i, op in enumerate(recorder.ops):
+        if op.name != "aten.add.Tensor" or op.node < 0 or len(op.reads) != 2:
+            continue
+        made, waiting = op.results[0], op.reads[0]
+        if made < 0 or made in saved or waiting in saved:
+            continue
+        new, old = storages[made], storages[waiting]
+        fresh = new.birth == i and new.num_bytes == old.num_bytes and not old.role
+        over = old.birth >= 0 and old.death == i and recorder.ops[old.birth].node != op.node
+        if fresh and over and old.lives == 0:
+            old.death, old.lives = new.death, new.lives
+            old.role, old.name = new.role, new.name
+            op.writes.append(waiting)
+            new.num_bytes, new.role = 0, ""
 
 
 def _saved_rows(
@@ -68,14 +94,17 @@ def _block_of_op(calls: list[RawCall]) -> dict[int, int]:
     return {i: b for b, call in enumerate(calls) for i in range(call.first_op, call.last_op + 1)}
 
 
-def _storage(raw: RawStorage, is_saved: bool, end: int) -> Storage:
+def _storage(raw: RawStorage, held: int, end: int) -> Storage:
+    """One storage; `held` is the last position where autograd holds it, -1 if it never did."""
     death = end if raw.death is None or raw.lives > 0 else raw.death
     birth, release = raw.birth, death if raw.release is None else raw.release
     if raw.role in ("weight", "state"):
         birth, release, death = -1, end, end
-    death = max(birth, death)
-    release = min(max(release, birth - 1), death) if is_saved else death
-    return Storage(raw.name, raw.num_bytes, _kind(raw, is_saved), birth, release, death, raw.dtype)
+    done = -1 if raw.done is None or held < 0 else min(raw.done, end)
+    death = min(max(birth, death, held), end)
+    release = min(max(release, birth - 1), death) if held >= 0 else death
+    kind = _kind(raw, held >= 0)
+    return Storage(raw.name, raw.num_bytes, kind, birth, release, death, raw.dtype, done)
 
 
 def _kind(raw: RawStorage, is_saved: bool) -> Kind:
@@ -188,6 +217,9 @@ def set_releases(recorder: Recorder, like: Step | None) -> None:
                 break
             if mine.packed == theirs.packed and storage.release < like.turn:
                 known[mine.storage] = storage.release
+            row = recorder.storages[mine.storage]
+            if tuple(mine.unpacked) == theirs.unpacked and row.done is None and storage.done >= 0:
+                row.done = storage.done
     last: dict[int, int] = {}
     for i, op in enumerate(recorder.ops):
         if op.phase == Phase.FORWARD:

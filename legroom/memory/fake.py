@@ -98,6 +98,14 @@ class _Return:
     flat: Tensor | None = None
 
 
+@dataclass
+class _Packed:
+    """What autograd holds for a saved tensor."""
+
+    row: int
+    view: ViewOf
+
+
 @contextlib.contextmanager
 def fake_hooks(recorder: Recorder) -> Iterator[None]:
     """Let go of every saved tensor, and hand out new bytes when backward asks for it.
@@ -113,12 +121,14 @@ def fake_hooks(recorder: Recorder) -> Iterator[None]:
         sid = recorder.saved[row].storage
         size = tensor.untyped_storage().nbytes()
         returns.setdefault(sid, _Return(sid, size, set())).waiting.add(row)
-        return row, ViewOf.of(tensor)
+        packed = _Packed(row, ViewOf.of(tensor))
+        recorder.watch_saved(packed, row)
+        return packed
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        row, view = packed
+        row, view = packed.row, packed.view
         recorder.unpack(row)
         back = returns[recorder.saved[row].storage]
         recorder.paused = True

@@ -148,6 +148,7 @@ def _with_update(step: Step, optimizer: str, machine: Machine, signature: str) -
             _shift(s.release, end),
             _shift(s.death, end),
             s.dtype,
+            s.done,
         )
         for s in step.storages
     )

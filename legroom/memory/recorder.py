@@ -8,6 +8,7 @@ on real ones, where a timer takes the time of each op.
 import contextlib
 import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -42,6 +43,8 @@ class RawOp:
     workspace_bytes: int = 0
     unpacked: int = -1
     """The saved row last asked for before it, in backward."""
+    node: int = -1
+    """Which node of the graph was running, in backward."""
     results: tuple[int, ...] = ()
     """Storage of each result, -1 where it is no tensor of the device."""
 
@@ -60,6 +63,8 @@ class RawStorage:
     death: int | None = None
     lives: int = 1
     """Copies of it now on the device: the original, and one come back for backward."""
+    done: int | None = None
+    """When the copy that came back was free, if one did."""
 
 
 @dataclass
@@ -69,6 +74,8 @@ class RawSaved:
     storage: int
     packed: int
     unpacked: list[int] = field(default_factory=list)
+    gone: int | None = None
+    """When autograd let go of it; None if it has not."""
 
 
 @dataclass
@@ -128,6 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running = False
         self.last_unpacked = -1
         self._stack: list[RawCall] = []
+        self._held: list[weakref.ref[object]] = []
         self._counts: dict[int, int] = {}
         self._model = model
         self._paths = {id(m): name for name, m in model.named_modules()}
@@ -173,6 +181,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             row.release = last
         row.lives -= 1
         row.death = last
+        if is_copy:
+            row.done = last
 
     def _known(self, tree: Any, birth: int, maker: str = "") -> list[int]:
         ids: dict[int, None] = {}
@@ -235,6 +245,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             random=torch.Tag.nondeterministic_seeded in func.tags,
             sealed=generator,
             unpacked=self.last_unpacked,
+            node=_node(),
             results=tuple(self._result(x) for x in (out if many else (out,))),
         )
 
@@ -266,6 +277,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return -1
         self.saved.append(RawSaved(self.sid(tensor, birth=-1), len(self.ops)))
         return len(self.saved) - 1
+
+    def watch_saved(self, packed: object, row: int) -> None:
+        """Note when autograd lets go of what it holds for a saved tensor."""
+
+        def gone(_: object) -> None:
+            self.saved[row].gone = len(self.ops) if self.running else len(self.ops) - 1
+
+        self._held.append(weakref.ref(packed, gone))
 
     def unpack(self, row: int) -> None:
         """Backward asks for a saved tensor."""
@@ -350,6 +369,11 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _node() -> int:
+    node = torch._C._current_autograd_node() if in_backward() else None
+    return -1 if node is None else node._sequence_nr()
 
 
 _ALIASES = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"}

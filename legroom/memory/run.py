@@ -178,6 +178,12 @@ class Runner:
     # -- saved tensors -----------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> object:
+        packed = self._packed(tensor)
+        if self.recorder is not None and packed.note >= 0:
+            self.recorder.watch_saved(packed, packed.note)
+        return packed
+
+    def _packed(self, tensor: Tensor) -> Kept | Handle:
         ours = not in_backward() and is_ours(tensor, self.device, self.weights)
         note = self.recorder.pack(tensor) if ours and self.recorder is not None else -1
         if ours and self.evictor is not None:

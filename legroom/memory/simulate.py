@@ -16,7 +16,7 @@ from legroom.core.outcome import ActionCost, Outcome
 from legroom.machine.spec import Machine
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute, compressed_bytes
 from legroom.memory.plan import find_variant, held_inputs, replay_position
-from legroom.memory.trace import Step, Variant
+from legroom.memory.trace import Step, Storage, Variant
 
 Levels = npt.NDArray[np.int64]
 
@@ -112,23 +112,30 @@ class Simulator:
             if isinstance(a, Move):
                 storage = storages[a.storage]
                 delta[max(storage.release + 1, a.out_wait)] -= storage.num_bytes
-                delta[a.in_start] += storage.num_bytes
+                self._add_return(delta, storage, a.in_start)
             elif isinstance(a, Compress):
                 self._add_compress(delta, a)
         for replay in replays:
             for s in replay.variant.drops:
                 # A later block that runs again may still hold it as its input.
                 delta[max(storages[s].release + 1, last_need.get(s, 0))] -= storages[s].num_bytes
-                delta[replay.position] += storages[s].num_bytes
+                self._add_return(delta, storages[s], replay.position)
         levels = np.cumsum(delta)[: len(self.scratch)]
         peaks = tuple((r, self._replay_peak(r, levels, last_need)) for r in replays)
         return Shape(levels + self.scratch, peaks)
+
+    @staticmethod
+    def _add_return(delta: Levels, storage: Storage, position: int) -> None:
+        """Bytes that come back at a position, and go as soon as nobody needs them."""
+        delta[position] += storage.num_bytes
+        delta[storage.last + 1] -= storage.num_bytes
+        delta[storage.death + 1] += storage.num_bytes
 
     def _add_compress(self, delta: Levels, a: Compress) -> None:
         storage, use = self.step.storages[a.storage], self.step.first_use(a.storage)
         small = compressed_bytes(a.codec, storage.num_bytes, storage.dtype)
         delta[storage.release + 1] -= storage.num_bytes
-        delta[use] += storage.num_bytes
+        self._add_return(delta, storage, use)
         delta[self.step.packed(a.storage)] += small
         delta[storage.death + 1] -= small
 
@@ -193,6 +200,8 @@ class Simulator:
             if i in away and max(s.release + 1, away[i].out_wait) <= at < away[i].in_start:
                 alive = False
             if i in gone and s.release < at < gone[i]:
+                alive = False
+            if (i in away or i in gone) and at > s.last:
                 alive = False
             if alive:
                 parts[s.kind.value] = parts.get(s.kind.value, 0) + s.num_bytes

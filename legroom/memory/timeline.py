@@ -60,6 +60,7 @@ def _levels(simulator: Simulator, actions: Sequence[Action]) -> Columns:
         if isinstance(a, Move):
             away = max(step.storages[a.storage].release + 1, a.out_wait)
             _shift(deltas, step, a.storage, away, a.in_start, -1)
+            _end(deltas, step, a.storage)
         elif isinstance(a, Compress):
             _shift(
                 deltas,
@@ -69,6 +70,7 @@ def _levels(simulator: Simulator, actions: Sequence[Action]) -> Columns:
                 step.first_use(a.storage),
                 -1,
             )
+            _end(deltas, step, a.storage)
             small = compressed_bytes(
                 a.codec, step.storages[a.storage].num_bytes, step.storages[a.storage].dtype
             )
@@ -78,7 +80,14 @@ def _levels(simulator: Simulator, actions: Sequence[Action]) -> Columns:
         for i in replay.variant.drops:
             gone = max(step.storages[i].release + 1, held.get(i, (0, 0))[1])
             _shift(deltas, step, i, gone, replay.position, -1)
+            _end(deltas, step, i)
     return {kind: np.cumsum(delta) for kind, delta in deltas.items()}
+
+
+def _end(deltas: Columns, step: Step, storage: int) -> None:
+    """A copy that came back goes as soon as nobody needs it."""
+    row = step.storages[storage]
+    _shift(deltas, step, storage, row.last + 1, row.death + 1, -1)
 
 
 def _shift(

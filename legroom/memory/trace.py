@@ -72,7 +72,15 @@ class Storage(msgspec.Struct, frozen=True, array_like=True):
     birth: int
     release: int
     death: int
+    """Last position, if autograd keeps it for backward."""
     dtype: str = ""
+    done: int = -1
+    """Last position of a copy that came back for backward: no one holds it on; -1 if not known."""
+
+    @property
+    def last(self) -> int:
+        """Last position of a copy that came back."""
+        return self.death if self.done < 0 else self.done
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
@@ -212,6 +220,8 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
         for s, storage in enumerate(self.storages):
             if storage.num_bytes < 0 or not -1 <= storage.birth <= storage.death <= len(self.ops):
                 raise RecordError(f"storage {s} ({storage.name}): lifetime or size out of range")
+            if not -1 <= storage.done <= storage.death:
+                raise RecordError(f"storage {i} ({storage.name}): done outside its life")
             if not storage.birth - 1 <= storage.release <= storage.death:
                 raise RecordError(f"storage {s} ({storage.name}): release outside its lifetime")
         for k, row in enumerate(self.saved):

@@ -94,7 +94,8 @@ def _storages(step: Step, plan: Plan) -> Iterator[Holding]:
         last = max(min(storage.death + 1, len(step.ops)), held[s][1] if s in held else 0)
         gone, back, note = away.get(s, (last, last, ""))
         gone = min(max(gone, storage.release + 1), last)
-        for start, stop in ((first, gone), (max(back, gone), last)):
+        until = min(storage.last + 1, last) if s in away else last
+        for start, stop in ((first, gone), (max(back, gone), until)):
             if start < stop and storage.num_bytes:
                 yield Holding(
                     storage.name, storage.kind.value, storage.num_bytes, start, stop, note, s

@@ -19,8 +19,6 @@ from tests.torch.support import CPU, MACHINE, PLANS, ROOM, Rig, anyhow, assert_s
 
 NUM_NETS = 12
 PEAK_ERROR = 0.01
-PEAK_SPARE = 0.1
-"""A moved tensor goes when its op ends, a kept one a moment later: predictions may be above."""
 
 
 def record(rig: Rig) -> Capture:
@@ -88,9 +86,9 @@ def test_random_budgets_with_auto(seed: int) -> None:
 
 
 @pytest.mark.parametrize("plan", ["keep", *PLANS, "random"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(NUM_NETS))
 def test_the_predicted_peak_is_the_measured_one(seed: int, plan: str) -> None:
-    """The measured peak is at most one in a hundred above it; with no plan they are equal."""
+    """Within one in a hundred, under every kind of plan."""
     model, batch = random_net(seed, size=8)
     rig = real_rig(model, batch)
     build = PLANS.get(plan, lambda step: anyhow(step, seed) if plan == "random" else [])
@@ -102,8 +100,7 @@ def test_the_predicted_peak_is_the_measured_one(seed: int, plan: str) -> None:
     rig.close()
     for peak in found:
         error = predicted / peak - 1
-        above = PEAK_SPARE if actions else PEAK_ERROR
-        assert -PEAK_ERROR < error < above, f"predicted {predicted}, measured {found}"
+        assert abs(error) < PEAK_ERROR, f"predicted {predicted}, measured {found}"
 
 
 def test_two_hundred_steps_of_random_plans() -> None:

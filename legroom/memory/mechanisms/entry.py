@@ -66,7 +66,7 @@ class Entry:
 class Handle:
     """What autograd holds instead of a tensor."""
 
-    __slots__ = ("asked", "entry", "note", "step", "unpacked", "version", "view")
+    __slots__ = ("__weakref__", "asked", "entry", "note", "step", "unpacked", "version", "view")
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Handle:
 class Kept:
     """A tensor left alone, with the version it was saved at."""
 
-    __slots__ = ("note", "tensor", "version")
+    __slots__ = ("__weakref__", "note", "tensor", "version")
 
     def __init__(self, tensor: Tensor, note: int = -1) -> None:
         self.tensor, self.version, self.note = tensor, tensor._version, note
