@@ -23,16 +23,19 @@ def as_predicted(kind: Kind) -> bool:
 def learn(kind: Kind, machine: Machine) -> Machine:
     """Bring the kind's trace in line with what was measured; the machine, in line as well.
 
-    A host that had no time to spare was slower than thought; else copies beside the compute may
-    have slowed it, up to what is plausible; what is left is the ops' own.
+    A host that had no time to spare was slower than thought, and one that was thought to have none
+    faster; else copies beside the compute may have slowed it, up to what is plausible; what is left
+    is the ops' own.
     """
     assert kind.plan is not None and kind.capture is not None
     step, actions = kind.capture.step, kind.plan.actions
     off_s = kind.step_s - kind.plan.predicted.step_s
-    if step.host_s and kind.host_s > HOST_BOUND * kind.step_s:
+    simulator = Simulator(step, machine)
+    was_bound = kind.host_s > HOST_BOUND * kind.step_s
+    seemed_bound = simulator.host_s(actions) > HOST_BOUND * kind.plan.predicted.step_s
+    if step.host_s and (was_bound if off_s > 0 else seemed_bound):
         kind.capture = rescaled(kind.capture, 1.0, max(step.host_s + off_s, 1e-3))
         return machine
-    simulator = Simulator(step, machine)
     busy_s = simulator.busy_s(actions)
     if busy_s > TOLERANCE * kind.step_s:
         before = machine.contention

@@ -52,7 +52,7 @@ SAFE = 0.88
 """Share of the budget that the first, unmeasured plan of a signature may use."""
 WARM = 2
 """Visits before a signature is recorded."""
-SETTLED = 3
+SETTLED = 4
 """Measured steps before a plan is judged."""
 MAX_REPLANS = 3
 

@@ -78,7 +78,12 @@ class Kind:
     @property
     def host_s(self) -> float:
         """Median time the host was busy with a step."""
-        return median(m.host_s for m in self.measurements[-WINDOW:])
+        return median(m.host_s for m in self.settled)
+
+    @property
+    def settled(self) -> list[Measurement]:
+        """The last steps; not the first under a plan, which also sets it up."""
+        return self.measurements[1:][-WINDOW:] or self.measurements
 
     @property
     def static_bytes(self) -> int:
@@ -89,13 +94,13 @@ class Kind:
     @property
     def step_s(self) -> float:
         """Median step time under the plan in force."""
-        return median(m.seconds for m in self.measurements[-WINDOW:])
+        return median(m.seconds for m in self.settled)
 
     def measured(self) -> Outcome | None:
         """What was measured under the plan in force; None before its first step."""
         if not self.measurements or self.plan is None:
             return None
-        rows = self.measurements[-WINDOW:]
+        rows = self.settled
         peaks = {"device": 0}
         for row in rows:
             peaks |= {name: max(size, peaks.get(name, 0)) for name, size in row.peaks.items()}

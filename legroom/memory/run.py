@@ -202,9 +202,9 @@ class Runner:
         if entry is None:
             if wanted:  # detached, else the frame would hold the graph that holds the frame
                 self._offer(row.storage, Kept(tensor.detach()))
-            return Kept(tensor, note)
-        handle = Handle(entry, ViewOf.of(tensor), tensor._version, row.unpacked, note)
-        handle.step = self._step
+            return Kept(tensor, note, row.unpacked, self._step)
+        view, version = ViewOf.of(tensor), tensor._version
+        handle = Handle(entry, view, version, note, row.unpacked, self._step)
         if wanted and entry.state is not State.DROPPED:
             self._offer(row.storage, handle)
         return handle
@@ -287,14 +287,14 @@ class Runner:
                 entry.packed = encode(codec, flat_bytes(tensor), tensor.dtype)
             entry.state = State.SMALL
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: Kept | Handle) -> Tensor:
         if self.recorder is not None and packed.note >= 0:
             self.recorder.unpack(packed.note)
-        if isinstance(packed, Kept):
-            return packed.open()
         asked, packed.asked = packed.asked, packed.asked + 1
         if asked < len(packed.unpacked) and packed.step == self._step:
             self._advance(packed.unpacked[asked])
+        if isinstance(packed, Kept):
+            return packed.open()
         tensor = self._open(packed)
         if asked == 0:
             self._done_with(packed.entry)

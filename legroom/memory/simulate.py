@@ -176,6 +176,10 @@ class Simulator:
         play.run()
         return play.busy_s
 
+    def host_s(self, actions: Sequence[Action]) -> float:
+        """Time the host is busy under these actions; 0 where it is not a matter."""
+        return Play(self, actions).host_s
+
     def time(self, actions: Sequence[Action]) -> float:
         """Step time alone."""
         return Play(self, actions).run()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from legroom.memory.mechanisms.compress import Packed
+from legroom.memory.mechanisms.compress import Packed as Small
 from legroom.memory.mechanisms.tickets import Place, Ticket
 from legroom.memory.saved import ViewOf
 
@@ -52,7 +52,7 @@ class Entry:
         """The block call that can bring it back."""
         self.ordinal = -1
         """Its number among the saves of that call."""
-        self.packed: Packed | None = None
+        self.packed: Small | None = None
         self.source: Tensor | None = None
         """The tensor that was saved, while its copy out is under way: it knows its version."""
         self.spoiled: RuntimeError | None = None
@@ -63,37 +63,50 @@ class Entry:
         """Handles not yet asked for."""
 
 
-class Handle:
-    """What autograd holds instead of a tensor."""
+class Packed:
+    """What autograd holds for a saved tensor, and where the trace asks for it."""
 
-    __slots__ = ("__weakref__", "asked", "entry", "note", "step", "unpacked", "version", "view")
+    __slots__ = ("__weakref__", "asked", "note", "step", "unpacked")
+
+    def __init__(self, note: int, unpacked: tuple[int, ...], step: int) -> None:
+        self.note = note
+        """Its row in a recorder, if one is running."""
+        self.unpacked = unpacked
+        """Positions where the trace asks for it."""
+        self.step = step
+        """Which of the runner's steps it belongs to."""
+        self.asked = 0
+
+
+class Handle(Packed):
+    """Stands for a view of an entry."""
+
+    __slots__ = ("entry", "version", "view")
 
     def __init__(
         self,
         entry: Entry,
         view: ViewOf,
         version: int,
-        unpacked: tuple[int, ...] = (),
         note: int = -1,
+        unpacked: tuple[int, ...] = (),
+        step: int = -1,
     ) -> None:
+        super().__init__(note, unpacked, step)
         self.entry, self.view, self.version = entry, view, version
-        self.unpacked = unpacked
-        """Positions where the trace asks for it."""
-        self.note = note
-        """Its row in a recorder, if one is running."""
-        self.step = -1
-        """Which of the runner's steps it belongs to."""
-        self.asked = 0
         entry.waiting += 1
 
 
-class Kept:
+class Kept(Packed):
     """A tensor left alone, with the version it was saved at."""
 
-    __slots__ = ("__weakref__", "note", "tensor", "version")
+    __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Tensor, note: int = -1) -> None:
-        self.tensor, self.version, self.note = tensor, tensor._version, note
+    def __init__(
+        self, tensor: Tensor, note: int = -1, unpacked: tuple[int, ...] = (), step: int = -1
+    ) -> None:
+        super().__init__(note, unpacked, step)
+        self.tensor, self.version = tensor, tensor._version
 
     def open(self) -> Tensor:
         """The tensor, if nobody changed it in place since."""
