@@ -22,6 +22,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/device.py",
     "legroom/memory/fake.py",
     "legroom/memory/job.py",
+    "legroom/memory/calibrate.py",
     "legroom/memory/kinds.py",
     "legroom/memory/mechanisms/*",
     "legroom/memory/online.py",
