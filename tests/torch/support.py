@@ -240,16 +240,17 @@ class Rig:
         loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
         *,
         blocks: Sequence[str] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.model, self.batch = model, batch
         self.loss_fn = loss_fn or total
         self.start = Start(model)
         self.capture: Capture = capture_fake(
-            model, batch, self.loss_fn, MACHINE, device=CPU, blocks=blocks
+            model, batch, self.loss_fn, MACHINE, device=device, blocks=blocks
         )
         self.step = self.capture.step
-        self.runner = Runner(model, CPU)
-        self.tiers = Tiers(CPU, None, before_close=self.runner.mover.evacuate)
+        self.runner = Runner(model, device)
+        self.tiers = Tiers(device, None, before_close=self.runner.mover.evacuate)
 
     def install(self, actions: Sequence[Action]) -> Script:
         """Take up these actions."""
