@@ -2,16 +2,36 @@
 
 import msgspec
 
+from legroom.core.errors import RecordError
 from legroom.machine.spec import Machine
 from legroom.memory.kinds import Kind, rescaled
+from legroom.memory.profile import Capture
 from legroom.memory.simulate import Simulator
 
 TOLERANCE = 0.04
 """A step time off by no more than this is as predicted."""
 MAX_CONTENTION = 0.15
 """Most that a busy link can slow the compute beside it, as a share of the time it is busy."""
+LEAST_HOST = 0.3
+"""Share of the host's time that is the step's own, however much replays are thought to take."""
 HOST_BOUND = 0.9
 """A host busy for this share of a step holds the device up."""
+
+
+def to_scale(kind: Kind, capture: Capture, machine: Machine) -> Capture:
+    """Times as they are without the recorder: those of the warm step under the same plan."""
+    if kind.reference is None or kind.script is None or kind.script.moves:
+        return capture
+    actions = kind.script.plan.recomputes
+    (seconds, host_s), simulator = kind.reference, Simulator(capture.step, machine)
+    try:
+        factor = seconds / simulator.time(actions)
+    except RecordError:  # the recording gave the blocks other variants
+        return capture
+    if host_s > HOST_BOUND * seconds:  # the host was in the way: that says nothing of the ops
+        factor = 1.0
+    replays_s = sum(r.variant.host_s for r in simulator.replays(actions))
+    return rescaled(capture, factor, max(host_s - replays_s, LEAST_HOST * host_s))
 
 
 def as_predicted(kind: Kind) -> bool:

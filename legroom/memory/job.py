@@ -10,6 +10,7 @@ made anew.
 """
 
 import contextlib
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,22 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from legroom.core.errors import BudgetError, LegroomError, RecordError, StepError
+from legroom.core.errors import BudgetError, LegroomError, StepError
 from legroom.core.outcome import Comparison, Timeline
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
-from legroom.memory.calibrate import as_predicted, learn
+from legroom.memory.calibrate import as_predicted, learn, to_scale
 from legroom.memory.device import Meter, make_meter
-from legroom.memory.kinds import Kind, Measurement, rescaled
+from legroom.memory.kinds import Kind, Measurement
 from legroom.memory.online import make_evictor
 from legroom.memory.plan import Plan
 from legroom.memory.planner import make_placed_plan, make_plan
 from legroom.memory.profile import (
-    Capture,
+    StandInLoss,
     capture_fake,
     capture_real,
     name_states,
-    stand_in_loss,
     state_rule,
 )
 from legroom.memory.recorder import Recorder
@@ -160,12 +160,12 @@ class MemoryJob:
 
     def _first_plan(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """A plan from fake tensors, before anything runs; none if they cannot follow the model."""
-        self._busy = True
+        self._busy, loss = True, StandInLoss()
         try:
             kind.capture = capture_fake(
                 self.model,
                 (args, kwargs),
-                stand_in_loss,
+                loss,
                 self.machine,
                 device=self.device,
                 optimizer=state_rule(self.optimizer, self.device),
@@ -184,19 +184,20 @@ class MemoryJob:
             return
         finally:
             self._busy = False
-        kind.plan = self._safe_plan(kind.capture.step)
+        kind.plan = self._safe_plan(kind.capture.step, loss.num_bytes)
         kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
 
-    def _safe_plan(self, step: Step) -> Plan:
+    def _safe_plan(self, step: Step, loss_bytes: int) -> Plan:
         """A plan for steps not yet measured: with room for what fake tensors do not show.
 
         Those are scratch memory, and a loss computed outside the model.
         """
         budget = self.planning_budget()
-        tight = {**budget, "device": int(budget["device"] * SAFE)}
+        room = int(budget["device"] * SAFE)
         names = ("keep_all", "recompute_all", "auto") if self.policy == "auto" else ()
-        for name in names:
+        for device, name in itertools.product((room - loss_bytes, room), names):
             with contextlib.suppress(BudgetError):
+                tight = {**budget, "device": device}
                 return make_plan(step, self.machine, tight, name, lossy=self.lossy)
         return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
 
@@ -254,7 +255,7 @@ class MemoryJob:
             self._use_recording(kind)
         elif not kind.recorded:
             reading = self.meter.last()
-            kind.reference = (reading.seconds(), reading.host_s - self.runner.replayer.seconds)
+            kind.reference = (reading.seconds(), reading.host_s)
         else:
             filed = kind.file(self._measure(kind))
             if filed and not kind.still and len(kind.measurements) % SETTLED == 0:
@@ -273,23 +274,9 @@ class MemoryJob:
             blocks=self.blocks,
             signature=kind.signature,
         )
-        kind.capture = self._to_scale(kind, kind.capture)
+        kind.capture = to_scale(kind, kind.capture, self.machine)
         kind.recorded = True
         self._plan(kind)
-
-    def _to_scale(self, kind: Kind, capture: Capture) -> Capture:
-        """Times as they are without the recorder: those of the warm step under the same plan."""
-        if kind.reference is None or kind.script is None:
-            return capture
-        actions = kind.script.plan.recomputes
-        if kind.script.moves:
-            return capture
-        seconds, host_s = kind.reference
-        try:
-            predicted = Simulator(capture.step, self.machine).time(actions)
-        except RecordError:  # the recording gave the blocks other variants
-            return capture
-        return rescaled(capture, seconds / predicted, host_s if self.device.type == "cuda" else 0.0)
 
     def _measure(self, kind: Kind) -> Callable[[], Measurement]:
         """Take what there is to take of the step just enqueued; asking for it waits for its end."""

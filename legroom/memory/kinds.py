@@ -45,7 +45,7 @@ class Kind:
     recorded: bool = False
     """Whether the trace comes from a real step."""
     reference: tuple[float, float] | None = None
-    """Time of a warm step before the recording: whole, and of the host alone."""
+    """Time of a warm step before the recording, and how long the host was busy with it."""
     replans: int = 0
     still: bool = False
     """No more plans are made."""

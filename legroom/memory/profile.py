@@ -182,16 +182,31 @@ def state_rule(optimizer: torch.optim.Optimizer | None, device: torch.device) ->
 
 def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
     """The model's own loss if it gives one, else a sum over all it returns."""
-    args, kwargs = batch
-    output = model(*args, **kwargs)
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    plain = dict(output) if isinstance(output, Mapping) else output
-    found = [x for x in tree_leaves(plain) if isinstance(x, Tensor) and x.requires_grad]
-    if not found:
-        raise StepError("the model returned nothing that needs a gradient")
-    return torch.stack([x.float().sum() for x in found]).sum()
+    return StandInLoss()(model, batch)
+
+
+class StandInLoss:
+    """The same, noting the bytes it would take to compute a usual loss of what was returned."""
+
+    COPIES = 3
+    """Cross entropy holds its input's logarithms, and two gradients of that size, in float32."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Run the model."""
+        args, kwargs = batch
+        output = model(*args, **kwargs)
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss
+        plain = dict(output) if isinstance(output, Mapping) else output
+        found = [x for x in tree_leaves(plain) if isinstance(x, Tensor) and x.requires_grad]
+        if not found:
+            raise StepError("the model returned nothing that needs a gradient")
+        self.num_bytes = self.COPIES * sum(4 * x.numel() for x in found)
+        return torch.stack([x.float().sum() for x in found]).sum()
 
 
 def name_states(

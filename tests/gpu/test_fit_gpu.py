@@ -17,8 +17,8 @@ pytestmark = [
 
 JOBS = {
     "transformer": {"batch": 64},
-    "convnet": {"batch": 64},
-    "llama-tiny": {"batch": 32, "sequence": 256},
+    "convnet": {"batch": 256},
+    "llama-tiny": {"batch": 64, "sequence": 256},
 }
 
 

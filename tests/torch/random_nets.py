@@ -36,10 +36,10 @@ class RandomBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         start = x
         for kind, layer in zip(self.kinds, self.layers, strict=True):
-            x = self._apply(kind, layer, x, start)
+            x = self._turn(kind, layer, x, start)
         return x
 
-    def _apply(self, kind: str, layer: nn.Module, x: Tensor, start: Tensor) -> Tensor:
+    def _turn(self, kind: str, layer: nn.Module, x: Tensor, start: Tensor) -> Tensor:
         if kind in ("linear", "norm"):
             return layer(x)
         if kind == "attention":
