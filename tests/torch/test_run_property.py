@@ -19,6 +19,8 @@ from tests.torch.support import CPU, MACHINE, PLANS, ROOM, Rig, anyhow, assert_s
 
 NUM_NETS = 12
 PEAK_ERROR = 0.01
+ONCE_WRONG = (19, 21, 36, 37)
+"""Networks whose gradients meet, or whose copies in begin where a kept tensor is asked for."""
 
 
 def record(rig: Rig) -> Capture:
@@ -86,7 +88,7 @@ def test_random_budgets_with_auto(seed: int) -> None:
 
 
 @pytest.mark.parametrize("plan", ["keep", *PLANS, "random"])
-@pytest.mark.parametrize("seed", range(NUM_NETS))
+@pytest.mark.parametrize("seed", [*range(NUM_NETS), *ONCE_WRONG])
 def test_the_predicted_peak_is_the_measured_one(seed: int, plan: str) -> None:
     """Within one in a hundred, under every kind of plan."""
     model, batch = random_net(seed, size=8)

@@ -1,0 +1,125 @@
+"""What measured steps teach: each cause is told from the others, and the fastest plan stays."""
+
+import msgspec
+import pytest
+
+from legroom.machine.spec import find_machine
+from legroom.memory.actions import Recompute
+from legroom.memory.calibrate import MAX_CONTENTION, as_predicted, learn, to_scale
+from legroom.memory.kinds import Kind, Measurement
+from legroom.memory.script import Script
+from tests.torch.nets import Mlp, rows, stack
+from tests.torch.support import Rig, by_hand, full, swap
+
+MACHINE = find_machine("h200")
+
+
+def kind_of(build: object, host_s: float = 0.0) -> Kind:
+    """A kind of step under a plan, with a host that is busy for so long."""
+    rig = Rig(stack(Mlp), rows())
+    kind = Kind("test", capture=rig.capture._replace(step=scaled(rig.step, host_s)))
+    step = kind.capture.step
+    kind.plan = by_hand(step, build(step))  # type: ignore[operator]
+    kind.script = Script(step, kind.plan, kind.capture.forms)
+    rig.close()
+    return kind
+
+
+def scaled(step: object, host_s: float) -> object:
+    """The step with ops of a millisecond each."""
+    ops = tuple(msgspec.structs.replace(op, time_s=1e-3) for op in step.ops)  # type: ignore[attr-defined]
+    return msgspec.structs.replace(step, ops=ops, host_s=host_s)  # type: ignore[type-var]
+
+
+def measure(kind: Kind, *seconds: float, host_s: float = 0.0) -> None:
+    """File steps of these times."""
+    kind.measurements += [Measurement(s, {}, 0.0, 0.0, {}, host_s) for s in seconds]
+
+
+def total_s(kind: Kind) -> float:
+    """Time of all ops of a kind's trace."""
+    return kind.capture.step.compute_s  # type: ignore[union-attr]
+
+
+def test_slow_ops_are_taken_for_slow_ops() -> None:
+    """Nothing moved, and the host had time: the ops take longer than thought."""
+    kind = kind_of(full, host_s=1e-3)
+    before, predicted = total_s(kind), kind.plan.predicted.step_s
+    measure(kind, 9.0, *[1.2 * predicted] * 3, host_s=0.1 * predicted)
+    assert not as_predicted(kind)
+    machine = learn(kind, MACHINE)
+    assert machine.contention == MACHINE.contention
+    assert total_s(kind) == pytest.approx(1.2 * before)
+
+
+def test_a_slow_host_is_taken_for_a_slow_host() -> None:
+    """The host was busy all the time: it is slower, and the ops are as they were."""
+    kind = kind_of(full, host_s=1e-3)
+    before, predicted = total_s(kind), kind.plan.predicted.step_s
+    measure(kind, *[1.5 * predicted] * 3, host_s=1.45 * predicted)
+    learn(kind, MACHINE)
+    assert total_s(kind) == before
+    assert kind.capture.step.host_s == pytest.approx(1e-3 + 0.5 * predicted)
+
+
+def test_a_host_thought_too_slow_is_thought_faster() -> None:
+    """The plan was made for a busy host, and came out faster: that was not the ops' doing."""
+    kind = kind_of(full, host_s=1.0)
+    kind.plan = by_hand(kind.capture.step, full(kind.capture.step))
+    before, predicted = total_s(kind), kind.plan.predicted.step_s
+    assert predicted > 1.0
+    measure(kind, *[0.6 * predicted] * 3, host_s=0.2 * predicted)
+    learn(kind, MACHINE)
+    assert total_s(kind) == before
+    assert kind.capture.step.host_s == pytest.approx(1.0 - 0.4 * predicted)
+
+
+def test_copies_are_blamed_no_more_than_is_plausible() -> None:
+    """Up to a share of the time the links were busy; the rest goes to the ops."""
+    kind = kind_of(swap)
+    slow = msgspec.structs.replace(
+        MACHINE,
+        links=tuple(
+            msgspec.structs.replace(x, bytes_per_s=x.bytes_per_s / 1e5) for x in MACHINE.links
+        ),
+    )
+    before, predicted = total_s(kind), kind.plan.predicted.step_s
+    measure(kind, *[3 * predicted] * 3)
+    machine = learn(kind, slow)
+    assert machine.contention == MAX_CONTENTION
+    assert total_s(kind) > before
+
+
+def test_the_fastest_plan_is_put_back() -> None:
+    """A plan that came out slower than the one before it does not stay."""
+    kind = kind_of(full)
+    first = kind.plan
+    measure(kind, 9.0, 1.0, 1.0, 1.0)
+    assert kind.judge() and kind.plan is first
+    kind.plan = msgspec.structs.replace(first, why="another")
+    kind.measurements.clear()
+    measure(kind, 9.0, 2.0, 2.0, 2.0)
+    assert not kind.judge()
+    assert kind.plan is first and not kind.measurements
+
+
+def test_a_step_held_up_by_the_host_says_nothing_of_the_ops() -> None:
+    """Times of a recording are brought to those of a warm step, if the device was what it took."""
+    kind = kind_of(lambda step: [])
+    before = total_s(kind)
+    kind.reference = (2 * before, 0.1 * before)
+    scaled_up = to_scale(kind, kind.capture, MACHINE)
+    assert scaled_up.step.compute_s == pytest.approx(2 * before)
+    assert scaled_up.step.host_s == pytest.approx(0.1 * before)
+    kind.reference = (2 * before, 1.95 * before)
+    held_up = to_scale(kind, kind.capture, MACHINE)
+    assert held_up.step.compute_s == pytest.approx(before)
+    assert held_up.step.host_s == pytest.approx(1.95 * before)
+
+
+def test_replays_are_not_the_steps_own_host_time() -> None:
+    """What a warm step's replays took of the host is left out."""
+    kind = kind_of(lambda step: [Recompute(block=0, variant="full")])
+    (variant,) = kind.script.variants.values()
+    kind.reference = (50.0, 10 * variant.host_s)
+    assert to_scale(kind, kind.capture, MACHINE).step.host_s == pytest.approx(9 * variant.host_s)

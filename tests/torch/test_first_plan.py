@@ -1,0 +1,27 @@
+"""The plan of the very first step, made before anything ran."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import legroom
+from tests.torch.nets import Mlp
+
+
+def test_a_loss_outside_of_the_model_has_room_in_the_first_step() -> None:
+    """Logits dwarf all else: the first plan, made without the loss, still leaves room for it."""
+    model = nn.Sequential(nn.Embedding(64, 64), *[Mlp() for _ in range(16)], nn.Linear(64, 2048))
+    tokens = torch.randint(0, 64, (1024,))
+
+    def step() -> None:
+        F.cross_entropy(model(tokens), tokens).backward()
+
+    weights = sum(p.nbytes for p in model.parameters())
+    logits = 1024 * 2048 * 4
+    budget = 2 * weights + 6 * logits
+    with legroom.fit(model, None, budget=budget) as job:
+        job.meter.peaks = True
+        with job.step():
+            step()
+        peak = job.meter.last().peaks["step"] + weights + tokens.nbytes
+    assert peak <= budget, (peak, budget)
