@@ -104,14 +104,21 @@ def replay_position(step: Step, variant: Variant) -> int:
 
 
 def held_inputs(step: Step, actions: list[Recompute]) -> Held:
-    """What replays need: storages with the first and last position that needs each."""
+    """What replays need: storages with the first position that needs each, and where it may go.
+
+    Kept storages that a replay reads may go once it is done; the block's arguments when autograd
+    has let go of all that was dropped, for until then it could ask again.
+    """
     held: Held = {}
     for action in actions:
         variant = find_variant(step, action)
         position = replay_position(step, variant)
-        for s in (*step.blocks[action.block].inputs, *sources(step, action.block, variant)):
-            first, last = held.get(s, (position, position))
-            held[s] = (min(first, position), max(last, position))
+        over = max((step.storages[s].death + 1 for s in variant.drops), default=position)
+        ends = dict.fromkeys(sources(step, action.block, variant), position)
+        ends |= dict.fromkeys(step.blocks[action.block].inputs, max(over, position))
+        for s, end in ends.items():
+            first, last = held.get(s, (position, end))
+            held[s] = (min(first, position), max(last, end))
     return held
 
 
