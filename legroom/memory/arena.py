@@ -67,7 +67,7 @@ def _split(room: int, largest: int) -> tuple[int, ...]:
     rest = room - largest
     count = min(-(-rest // max(largest - largest // 50, 1)), MAX_STRETCHES)
     part = rest // max(count, 1) // ROUND_BYTES * ROUND_BYTES
-    return (*[part] * count, room - count * part)
+    return tuple(sorted((*[part] * count, room - count * part)))
 
 
 def _most(events: Iterable[Event]) -> int:

@@ -53,10 +53,11 @@ def _accumulate_in_place(recorder: Recorder) -> None:
     It adds a gradient to one that waits for it, made by another node, and needed no more.
     """
     storages, saved = recorder.storages, {row.storage for row in recorder.saved}
+    sums: dict[int, int] = {}
     for i, op in enumerate(recorder.ops):
         if op.name != "aten.add.Tensor" or op.node < 0 or len(op.reads) != 2:
             continue
-        made, waiting = op.results[0], op.reads[0]
+        made, waiting = op.results[0], sums.get(op.reads[0], op.reads[0])
         if made < 0 or made in saved or waiting in saved:
             continue
         new, old = storages[made], storages[waiting]
@@ -67,6 +68,7 @@ def _accumulate_in_place(recorder: Recorder) -> None:
             old.role, old.name = new.role, new.name
             op.writes.append(waiting)
             new.num_bytes, new.role = 0, ""
+            sums[made] = waiting
 
 
 def _saved_rows(
@@ -148,7 +150,7 @@ def _blocks(
             for s in op.reads
             if storages[s].birth < call.first_op and storages[s].kind != Kind.WEIGHT
         )
-        form = tuple((o.name, tuple(storages[s].num_bytes for s in o.writes)) for o in ops)
+        form = _form(recorder, call, ops, storages)
         blocks.append(
             Block(
                 module=call.path,
@@ -163,6 +165,20 @@ def _blocks(
     return tuple(blocks)
 
 
+def _form(
+    recorder: Recorder, call: RawCall, ops: list[RawOp], storages: tuple[Storage, ...]
+) -> object:
+    """Equal for blocks that do the same to tensors of the same sizes, and save the same of them."""
+    numbers: dict[int, int] = {}
+
+    def local(s: int) -> tuple[int, int]:
+        return numbers.setdefault(s, len(numbers)), storages[s].num_bytes
+
+    does = tuple((o.name, *map(local, o.reads), "to", *map(local, o.writes)) for o in ops)
+    saves = recorder.saved[call.first_saved : call.last_saved + 1]
+    return does, tuple(local(row.storage) for row in saves)
+
+
 def _barred(
     call: RawCall, ops: list[RawOp], recorder: Recorder, storages: tuple[Storage, ...]
 ) -> str:
@@ -173,7 +189,10 @@ def _barred(
     inner = (c for c in recorder.calls if call.first_op <= c.first_op and c.last_op <= call.last_op)
     if any(c.strays for c in inner if c.path.startswith(call.path)):
         return "its forward sets buffers anew or draws from Python's or numpy's generator"
+    touched = given.union(*(op.reads for op in ops))
     for op in ops:
+        if op.phase == Phase.BACKWARD:
+            return "its forward runs a backward of its own"
         if op.sealed:
             return f"{op.name} draws from a generator of its own"
         for s in op.writes:
@@ -184,9 +203,9 @@ def _barred(
             if foreign and s not in given:
                 return f"{op.name} reads {storages[s].name or 'a tensor'}, which is no argument"
     for op in recorder.ops[call.last_op + 1 :]:
-        changed = given.intersection(op.writes) if op.phase == Phase.FORWARD else ()
-        if changed:
-            return f"{op.name} changes its input in place afterwards"
+        changed = touched.intersection(op.writes) if op.phase == Phase.FORWARD else ()
+        if any(storages[s].birth < call.first_op for s in changed):
+            return f"{op.name} changes its input, or a buffer it reads, in place afterwards"
     return ""
 
 

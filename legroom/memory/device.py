@@ -138,6 +138,7 @@ class CudaMeter(Meter):
         self._limit = 0
         self._grows = False
         self._walls: list[torch.Tensor] = []
+        self._given: set[tuple[int, ...]] = set()
         self._retries = 0
         self._host_s = 0.0
         self._begin, self._end = timing_event(), timing_event()
@@ -194,8 +195,9 @@ class CudaMeter(Meter):
         memory, even where most of it is mapped already; the allocator then gives all free memory
         back and maps it again, every step. With the whole room mapped it never has to grow.
         """
-        if not self._grows or not stretches:
+        if not self._grows or not stretches or tuple(stretches) in self._given:
             return
+        self._given.add(tuple(stretches))
         self._walls.clear()
         torch.cuda.empty_cache()
         sizes = [*stretches[:-1], self._limit - MARGIN - sum(stretches[:-1])]

@@ -209,8 +209,7 @@ class MemoryJob:
         )
         kind.script = Script(step, kind.plan, kind.capture.forms)
         if old is None or kind.plan.actions != old.actions:
-            kind.measurements.clear()
-            kind.pending = None
+            kind.start_anew()
 
     def planning_budget(self) -> dict[str, int]:
         """The budget less what the allocator loses to rounding and gaps."""
@@ -257,8 +256,8 @@ class MemoryJob:
             reading = self.meter.last()
             kind.reference = (reading.seconds(), reading.host_s)
         else:
-            filed = kind.file(self._measure(kind))
-            if filed and not kind.still and len(kind.measurements) % SETTLED == 0:
+            kind.file(self._measure(kind))
+            if not kind.still and len(kind.measurements) - kind.judged >= SETTLED:
                 self._calibrate(kind)
 
     def _use_recording(self, kind: Kind) -> None:

@@ -54,26 +54,32 @@ class Kind:
     strayed: int = 0
     """Steps in a row that left the script: after a few it is recorded anew."""
     measurements: list[Measurement] = field(default_factory=list)
+    judged: int = 0
+    """How many of them the plan in force was judged by."""
     pending: Callable[[], Measurement] | None = None
     """The last step, which the device may still be at: filed with the next, so none waits."""
 
-    def file(self, fresh: Callable[[], Measurement] | None = None) -> bool:
+    def file(self, fresh: Callable[[], Measurement] | None = None) -> None:
         """Put the pending measurement, if any, with the others; `fresh` is pending from now on."""
         pending, self.pending = self.pending, fresh
         if pending is not None:
             self.measurements.append(pending())
-        return pending is not None
 
     def judge(self) -> bool:
         """Whether the plan in force is the fastest so far; if not, that one is put back."""
         assert self.capture is not None and self.plan is not None and self.script is not None
+        self.judged = len(self.measurements)
         if self.best is None or self.step_s < self.best[0]:
             self.best = (self.step_s, self.capture, self.plan, self.script, self.placement)
             return True
         _, self.capture, self.plan, self.script, self.placement = self.best
-        self.measurements.clear()
-        self.pending = None
+        self.start_anew()
         return False
+
+    def start_anew(self) -> None:
+        """Another plan is in force: what was measured does not count any more."""
+        self.measurements.clear()
+        self.pending, self.judged = None, 0
 
     @property
     def host_s(self) -> float:

@@ -6,7 +6,6 @@ on real ones, where a timer takes the time of each op.
 """
 
 import contextlib
-import functools
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from legroom.memory.ops import current_node, in_backward, is_silent, op_name, statistics
 from legroom.memory.saved import StorageTable, has_storage, is_ours, weight_storages
 from legroom.memory.trace import Phase
 
@@ -210,6 +210,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_silent(func):
             return self.run(func, args, kwargs)
         reads = self._known((args, kwargs), birth=-1)
+        kept = self._known(statistics(func, args), birth=-1)
+        reads = [s for s in reads if s not in kept]
         self.running = True
         if self.timer is not None:
             self.timer.start()
@@ -245,7 +247,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             random=torch.Tag.nondeterministic_seeded in func.tags,
             sealed=generator,
             unpacked=self.last_unpacked,
-            node=_node(),
+            node=current_node(),
             results=tuple(self._result(x) for x in (out if many else (out,))),
         )
 
@@ -259,6 +261,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for i, arg in enumerate(func._schema.arguments):
             if arg.alias_info is not None and arg.alias_info.is_write:
                 changed.append(args[i] if i < len(args) else kwargs.get(arg.name))
+        changed += statistics(func, args)
         return self._known(changed, birth=-1)
 
     def _phase(self) -> Phase:
@@ -364,35 +367,6 @@ def _beyond(module: nn.Module) -> object:
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _node() -> int:
-    node = torch._C._current_autograd_node() if in_backward() else None
-    return -1 if node is None else node._sequence_nr()
-
-
-_ALIASES = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"}
-
-
-@functools.cache
-def op_name(func: Any) -> str:
-    """An op's name as traces have it."""
-    return str(func).removesuffix(".default")
-
-
-@functools.cache
-def is_silent(func: Any) -> bool:
-    """Views, queries and such: ops that make no bytes and change none."""
-    if func.namespace == "prim" or func._schema.name in _ALIASES:
-        return True
-    returns = func._schema.returns
-    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return aliased and not func._schema.is_mutable
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -5,23 +5,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms import recompute as again
 from legroom.memory.mechanisms.entry import Entry, Handle, State
 from legroom.memory.mechanisms.recompute import Frame, Held
 from legroom.memory.mechanisms.tape import Diverged, Player, Tape
-from legroom.memory.saved import StorageTable, is_ours
+from legroom.memory.saved import StorageTable, is_ours, is_weight
 
 
 class Replayer:
-    """Brings dropped entries back; the four callbacks reach into the runner's other entries."""
+    """Brings dropped entries back; the three callbacks reach into the runner's other entries."""
 
     def __init__(
         self,
         device: torch.device,
-        bring: Callable[[Entry], None],
         open_handle: Callable[[Handle], Tensor],
         done_with: Callable[[Entry], None],
         note_back: Callable[[Entry], None],
@@ -32,7 +31,7 @@ class Replayer:
         """Host time of this step's replays."""
         self.whole: set[str] = set()
         """Blocks that ran again whole, though their plan was to skip ops."""
-        self._bring, self._open, self._done_with = bring, open_handle, done_with
+        self._open, self._done_with = open_handle, done_with
         self._note_back = note_back
         self.weights: StorageTable[bool] = StorageTable()
 
@@ -74,8 +73,7 @@ class Replayer:
         def kept(storage: int) -> Tensor | None:
             source = frame.sources.get(storage)
             if isinstance(source, Handle):
-                self._bring(source.entry)
-                return source.entry.flat
+                return self._open(source)
             return source.open() if source is not None else None
 
         try:
@@ -122,7 +120,7 @@ class Replayer:
         else:
             assert held.handle is not None
             tensor = self._open(held.handle)
-        if isinstance(tensor, nn.Parameter):
+        if is_weight(tensor):
             return tensor
         return tensor.detach().requires_grad_(held.grad)
 

@@ -15,10 +15,11 @@ from legroom.memory.mechanisms.entry import Entry, Handle, Kept, State, check_ve
 from legroom.memory.mechanisms.hooks import InnerHooks
 from legroom.memory.mechanisms.lanes import Lanes, Place
 from legroom.memory.mechanisms.mover import Mover
-from legroom.memory.mechanisms.recompute import Frame, Held, open_frame
+from legroom.memory.mechanisms.recompute import Frame, Held, forget_surroundings, open_frame
 from legroom.memory.mechanisms.tape import paused
 from legroom.memory.online import Evictor
-from legroom.memory.recorder import Recorder, in_backward
+from legroom.memory.ops import in_backward
+from legroom.memory.recorder import Recorder
 from legroom.memory.replay import Replayer
 from legroom.memory.saved import (
     StorageTable,
@@ -46,7 +47,7 @@ class Runner:
         """The first way in which the last step left its script; empty if it did not."""
         self.evictor: Evictor | None = None
         """Decides as memory fills, where there is no script."""
-        self.replayer = Replayer(device, self._bring, self._open, self._done_with, self._note_back)
+        self.replayer = Replayer(device, self._open, self._done_with, self._note_back)
         self._hooks = InnerHooks()
         self._step = 0
         self._regional = False
@@ -60,6 +61,7 @@ class Runner:
         self._ordinals: dict[int, int] = {}
         self._calls: dict[str, int] = {}
         self._block = -1
+        self._depth = 0
         self._frame: Frame | None = None
         self._position = 0
         self._due = 0
@@ -72,6 +74,7 @@ class Runner:
         self.script, self.evictor = script, None
         self.mover.use(lanes)
         self._find_weights()
+        forget_surroundings()
         if script is not None and not script.idle:
             modules = dict(self.model.named_modules())
             for path in {b.module for b in script.step.blocks}:
@@ -134,6 +137,11 @@ class Runner:
         if self.replayer.running or not torch.is_grad_enabled() or in_backward():
             return
         assert self.script is not None
+        if self._block != -1:  # inside of another block, which the trace does not have
+            self._depth += 1
+            if self._frame is not None:
+                self._frame.whole = True
+            return
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
         self._block = self.script.block_at.get((path, call), -2)
@@ -151,9 +159,13 @@ class Runner:
     def _leave(self) -> None:
         if self.replayer.running or in_backward():
             return
+        if self._depth:
+            self._depth -= 1
+            return
         self._unwatch()
         frame = self._frame
         if frame is not None:
+            frame.forget_random(self.device)
             frame.whole |= self._ordinals.get(self._block, 0) != frame.how.num_saves
             frame.whole |= frame.tape is not None and frame.tape.close()
             for held in frame.held:
@@ -197,8 +209,10 @@ class Runner:
             return Kept(tensor, note)
         if self.script.due:
             self._advance(row.packed)
-        entry = self._take(row, ordinal, tensor, note)
         wanted = self._frame is not None and row.storage in self._frame.how.wants
+        if (wanted or row.storage in self.script.dropped) and self._is_other(tensor, row.storage):
+            return Kept(tensor, note, row.unpacked, self._step)
+        entry = self._take(row, ordinal, tensor, note)
         if entry is None:
             if wanted:  # detached, else the frame would hold the graph that holds the frame
                 self._offer(row.storage, Kept(tensor.detach()))
@@ -234,6 +248,14 @@ class Runner:
             where = self.script.step.blocks[self._block].name if self._block >= 0 else "the step"
             self.deviation = f"save {ordinal} of {where} differs from the trace"
         return None
+
+    def _is_other(self, tensor: Tensor, storage: int) -> bool:
+        """Whether a tape knows a saved tensor as another one than the trace has there."""
+        frame = self._frame
+        if frame is None or frame.tape is None or frame.tape.is_storage(tensor, storage):
+            return False
+        frame.whole = True
+        return True
 
     def _offer(self, storage: int, packed: Kept | Handle) -> None:
         """Keep a saved tensor at hand for its block's selective replay."""

@@ -77,7 +77,13 @@ def is_ours(tensor: Tensor, device: torch.device, weights: StorageTable[bool]) -
         return False
     if tensor.is_conj() or tensor.is_neg():  # a view of the bytes would lose these
         return False
-    return not (tensor._is_view() and isinstance(tensor._base, nn.Parameter))
+    return not is_weight(tensor)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one, be it of this model or not."""
+    base = tensor._base if tensor._is_view() else tensor
+    return isinstance(base, nn.Parameter)
 
 
 @dataclass(frozen=True)

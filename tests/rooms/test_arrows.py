@@ -26,6 +26,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/kinds.py",
     "legroom/memory/mechanisms/*",
     "legroom/memory/online.py",
+    "legroom/memory/ops.py",
     "legroom/memory/profile.py",
     "legroom/memory/recorder.py",
     "legroom/memory/replay.py",

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms.entry import Entry, Handle, Kept
 from legroom.memory.mechanisms.tape import Tape
+from legroom.memory.saved import is_weight
 from legroom.memory.script import Replay
 
 
@@ -33,7 +34,7 @@ class Held:
 
     def __init__(self, tensor: Tensor) -> None:
         # A parameter stays itself: whether a saved tensor is one decides what is done with it.
-        keep = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        keep = tensor if is_weight(tensor) else tensor.detach()
         self.kept: Kept | None = Kept(keep)
         self.handle: Handle | None = None
         self.grad = tensor.requires_grad
@@ -62,6 +63,11 @@ class Frame:
     sources: dict[int, Kept | Handle] = field(default_factory=dict)
     """Kept storages at hand for the replay; held until then, even if backward is done with them."""
 
+    def forget_random(self, device: torch.device) -> None:
+        """The call is over: if it drew nothing, there is nothing to rewind."""
+        if self.rng is not None and not self.how.draws and self.rng.is_now(device):
+            self.rng = None
+
 
 def open_frame(
     block: int, how: Replay, module: nn.Module, args: Any, device: torch.device
@@ -75,7 +81,7 @@ def open_frame(
         held.append(Held(leaf))
         return held[-1]
 
-    rng = RandomState.take(device) if how.draws else None
+    rng = RandomState.take(device)
     versions = surroundings(module).versions()
     kept_args = map_args(hold, args)
     frame = Frame(block, how, module, kept_args, held, rng, autocast_state(device), versions)
@@ -106,6 +112,12 @@ class RandomState:
         on_gpu = device.type == "cuda"
         cpu = torch.get_rng_state().numpy().tobytes()
         return cls(cpu, torch.cuda.get_rng_state(device) if on_gpu else None)
+
+    def is_now(self, device: torch.device) -> bool:
+        """Whether the generators are in these states."""
+        now = RandomState.take(device)
+        same = self.device is None or now.device is None or torch.equal(self.device, now.device)
+        return self.cpu == now.cpu and same
 
     def put(self, device: torch.device) -> None:
         """Set the generators back to these states."""
@@ -145,8 +157,8 @@ def rewound(frame: Frame, device: torch.device) -> Iterator[None]:
     """Random state as in the first run, parameters too; the former is put back after."""
     if surroundings(frame.module).versions() != frame.versions:
         raise StepError(
-            f"a parameter of {frame.how.name} was changed between forward and backward, and "
-            "the plan runs that block again: step the optimizer after backward"
+            f"a parameter or buffer of {frame.how.name} was changed between forward and backward, "
+            "and the plan runs that block again: step the optimizer after backward"
         )
     if frame.rng is None:
         yield
@@ -165,11 +177,13 @@ class Surroundings:
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
         self.norms = [m for m in self.modules if isinstance(m, _BatchNorm)]
-        self.params = list(module.parameters())
+        plain = (m for m in self.modules if not isinstance(m, _BatchNorm))
+        buffers = (b for m in plain for b in m.buffers(recurse=False))
+        self.held = [*module.parameters(), *buffers]
 
     def versions(self) -> tuple[int, ...]:
-        """How often each parameter was changed in place."""
-        return tuple(p._version for p in self.params)
+        """How often each parameter and buffer was changed in place."""
+        return tuple([x._version for x in self.held])
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -197,6 +211,11 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 _known: "weakref.WeakKeyDictionary[nn.Module, Surroundings]" = weakref.WeakKeyDictionary()
+
+
+def forget_surroundings() -> None:
+    """Modules may have been changed: look at them anew."""
+    _known.clear()
 
 
 def surroundings(module: nn.Module) -> Surroundings:

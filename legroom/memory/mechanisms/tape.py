@@ -16,14 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from legroom.memory.mechanisms.entry import Kept
-from legroom.memory.recorder import Recorder, is_silent, op_name
+from legroom.memory.ops import STATISTICS, is_silent, op_name
+from legroom.memory.recorder import Recorder
 from legroom.memory.saved import StorageTable, ViewOf, has_storage
-
-STATISTICS = {
-    f"aten.{name}": (3, 4, 5)
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-}
-"""Ops that also update running statistics: where those are, and the flag for training."""
 
 
 class Diverged(Exception):
@@ -81,6 +76,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for i, tensor in enumerate(given):
             if has_storage(tensor):
                 self._given.put(tensor.untyped_storage(), i)
+
+    def is_storage(self, tensor: Tensor, number: int) -> bool:
+        """Whether a tensor lies in what the trace has as this storage."""
+        return self._made.get(tensor.untyped_storage()) == number
 
     def close(self) -> bool:
         """The call is over: forget its tensors; whether it did not go as traced."""

@@ -1,0 +1,52 @@
+"""Small questions about torch's ops, asked wherever they are watched."""
+
+import functools
+from typing import Any
+
+import torch
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def current_node() -> int:
+    """Which node of the graph autograd is running, by its number; -1 for none."""
+    node = torch._C._current_autograd_node() if in_backward() else None
+    return -1 if node is None else node._sequence_nr()
+
+
+_ALIASES = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"}
+
+
+@functools.cache
+def op_name(func: Any) -> str:
+    """An op's name as traces have it."""
+    return str(func).removesuffix(".default")
+
+
+@functools.cache
+def is_silent(func: Any) -> bool:
+    """Views, queries and such: ops that make no bytes and change none."""
+    if func.namespace == "prim" or func._schema.name in _ALIASES:
+        return True
+    returns = func._schema.returns
+    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return aliased and not func._schema.is_mutable
+
+
+STATISTICS = {
+    f"aten.{name}": (3, 4, 5)
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+"""Ops that also update running statistics, which their schema does not say, and read them not:
+where those are, and the flag for training."""
+
+
+def statistics(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The running statistics that an op will update."""
+    places = STATISTICS.get(op_name(func))
+    if places is None or not args[places[2]]:
+        return []
+    return [x for x in args[places[0] : places[1] + 1] if x is not None]
