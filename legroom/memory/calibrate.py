@@ -10,8 +10,10 @@ from legroom.memory.simulate import Simulator
 
 TOLERANCE = 0.04
 """A step time off by no more than this is as predicted."""
-MAX_CONTENTION = 0.15
-"""Most that a busy link can slow the compute beside it, as a share of the time it is busy."""
+MAX_CONTENTION = {"cuda": 0.15, "cpu": 2.0}
+"""Most that a busy link can slow the compute beside it, as a share of the time it is busy.
+
+On a CPU the copies take cores from the ops themselves."""
 LEAST_HOST = 0.3
 """Share of the host's time that is the step's own, however much replays are thought to take."""
 HOST_BOUND = 0.9
@@ -59,7 +61,9 @@ def learn(kind: Kind, machine: Machine) -> Machine:
     busy_s = simulator.busy_s(actions)
     if busy_s > TOLERANCE * kind.step_s:
         before = machine.contention
-        contention = min(max(before + off_s / busy_s, 0.0), max(MAX_CONTENTION, before))
+        contention = min(
+            max(before + off_s / busy_s, 0.0), max(MAX_CONTENTION[machine.device], before)
+        )
         machine = msgspec.structs.replace(machine, contention=contention)
         off_s -= (contention - before) * busy_s
     kind.capture = rescaled(kind.capture, 1 + off_s / (kind.step_s - off_s))
