@@ -1,5 +1,6 @@
 """Plan: the chosen actions as a record, checked against its trace."""
 
+from collections.abc import Sequence
 from typing import Self
 
 from legroom.core.errors import RecordError
@@ -131,6 +132,23 @@ def sources(step: Step, block: int, variant: Variant) -> list[int]:
     rows = step.saved_in(block)
     found = (r.storage for r in rows if r.storage in read)
     return [s for s in found if first <= step.storages[s].birth <= last]
+
+
+def watched_blocks(step: Step, actions: Sequence[Action]) -> set[int]:
+    """Blocks whose saves a runtime has to look at; -1 stands for what lies outside of all.
+
+    Those are the blocks that run again, those that save what is moved or compressed, and those
+    whose saves tell that a copy is due.
+    """
+    found = {a.block for a in actions if isinstance(a, Recompute)}
+    for a in actions:
+        if not isinstance(a, Recompute):
+            found.update(row.block for row in step.saves.get(a.storage, ()))
+    for a in actions:
+        if isinstance(a, Move):
+            due = {step.block_of_tick(p) for p in (a.out_start, a.out_wait, a.in_start)}
+            found |= {b for b in due if b is not None}
+    return found
 
 
 def _check_recompute(action: Recompute, step: Step) -> tuple[int, ...]:

@@ -50,7 +50,6 @@ class Runner:
         self.replayer = Replayer(device, self._open, self._done_with, self._note_back)
         self._hooks = InnerHooks()
         self._step = 0
-        self._regional = False
         self._watch: contextlib.ExitStack | None = None
         self._reset()
 
@@ -63,8 +62,8 @@ class Runner:
         self._block = -1
         self._depth = 0
         self._frame: Frame | None = None
-        self._position = 0
         self._due = 0
+        self._rows: list[Row] | None = []
 
     # -- install -----------------------------------------------------------------------------
 
@@ -107,15 +106,22 @@ class Runner:
             yield
             return
         self._hooks.keep_innermost()
-        # With replays alone, only their blocks need watching; moves want every tick.
-        self._regional = recorder is None and self.script is not None and self.script.regional
+        self._enter_region(-1)
         try:
-            with contextlib.nullcontext() if self._regional else self._saving():
+            with self._saving() if self._rows is not None else _NOTHING:
                 yield
         finally:
             self._unwatch()
             self.recorder = None
             self._block, self._frame = -1, None
+
+    def _enter_region(self, block: int) -> None:
+        """From here on tensors are saved in a block, or outside of all (-1)."""
+        self._block, script = block, self.script
+        if self.recorder is not None or script is None:
+            self._rows = script.rows.get(block, []) if script is not None else []
+        else:
+            self._rows = script.rows[block] if block in script.watched else None
 
     def _saving(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -144,17 +150,19 @@ class Runner:
             return
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        self._block = self.script.block_at.get((path, call), -2)
+        outside = self._rows is not None
+        self._enter_region(self.script.block_at.get((path, call), -2))
+        if self._block == -2 and not self.deviation:
+            self.deviation = f"{path} runs more often than in the trace"
         how = self.script.replays.get(self._block)
-        self._frame = None
+        self._watch = contextlib.ExitStack()
         if how is not None:
             with self._quiet():
-                frame = open_frame(self._block, how, module, (args, kwargs), self.device)
-            self._frame, self._watch = frame, contextlib.ExitStack()
-            if self._regional:
-                self._watch.enter_context(self._saving())
-            if frame.tape is not None:
-                self._watch.enter_context(frame.tape)
+                self._frame = open_frame(self._block, how, module, (args, kwargs), self.device)
+        if self._rows is not None and not outside:
+            self._watch.enter_context(self._saving())
+        if self._frame is not None and self._frame.tape is not None:
+            self._watch.enter_context(self._frame.tape)
 
     def _leave(self) -> None:
         if self.replayer.running or in_backward():
@@ -170,7 +178,8 @@ class Runner:
             frame.whole |= frame.tape is not None and frame.tape.close()
             for held in frame.held:
                 self._hand_over(held)
-        self._block, self._frame = -1, None
+        self._frame = None
+        self._enter_region(-1)
 
     def _hand_over(self, held: Held) -> None:
         """Let an argument go if its storage will leave the device."""
@@ -190,37 +199,43 @@ class Runner:
     # -- saved tensors -----------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> object:
-        packed = self._packed(tensor)
-        if self.recorder is not None and packed.note >= 0:
-            self.recorder.watch_saved(packed, packed.note)
+        """What autograd is to hold; the tensor with its version where there is nothing to do."""
+        if self._rows is None or in_backward() or not is_ours(tensor, self.device, self.weights):
+            return tensor, tensor._version
+        note = self.recorder.pack(tensor) if self.recorder is not None else -1
+        if self.evictor is not None:
+            packed: object = self._pack_online(tensor, note)
+        elif self.script is None:
+            packed = Kept(tensor, note)
+        else:
+            packed = self._pack_planned(self.script, tensor, note)
+        if self.recorder is not None:
+            self.recorder.watch_saved(packed, note)
         return packed
 
-    def _packed(self, tensor: Tensor) -> Kept | Handle:
-        ours = not in_backward() and is_ours(tensor, self.device, self.weights)
-        note = self.recorder.pack(tensor) if ours and self.recorder is not None else -1
-        if ours and self.evictor is not None:
-            return self._pack_online(tensor, note)
-        if not ours or self.script is None:
-            return Kept(tensor, note)
+    def _pack_planned(self, script: Script, tensor: Tensor, note: int) -> Kept | Handle:
         ordinal = self._ordinals.get(self._block, 0)
         self._ordinals[self._block] = ordinal + 1
-        row = self._row(ordinal, tensor)
+        row = self._row(script, ordinal, tensor)
         if row is None:
             return Kept(tensor, note)
-        if self.script.due:
-            self._advance(row.packed)
-        wanted = self._frame is not None and row.storage in self._frame.how.wants
-        if (wanted or row.storage in self.script.dropped) and self._is_other(tensor, row.storage):
+        self._advance(row.packed)
+        storage, frame = row.storage, self._frame
+        wanted = frame is not None and storage in frame.how.wants
+        acted = storage in script.acted
+        if not acted and not wanted:
             return Kept(tensor, note, row.unpacked, self._step)
-        entry = self._take(row, ordinal, tensor, note)
+        if (wanted or storage in script.dropped) and self._is_other(tensor, storage):
+            return Kept(tensor, note, row.unpacked, self._step)
+        entry = self._take(script, row, ordinal, tensor, note) if acted else None
         if entry is None:
             if wanted:  # detached, else the frame would hold the graph that holds the frame
-                self._offer(row.storage, Kept(tensor.detach()))
+                self._offer(storage, Kept(tensor.detach()))
             return Kept(tensor, note, row.unpacked, self._step)
         view, version = ViewOf.of(tensor), tensor._version
         handle = Handle(entry, view, version, note, row.unpacked, self._step)
         if wanted and entry.state is not State.DROPPED:
-            self._offer(row.storage, handle)
+            self._offer(storage, handle)
         return handle
 
     def _pack_online(self, tensor: Tensor, note: int) -> Handle:
@@ -236,16 +251,15 @@ class Runner:
                 self.evictor.add(entry, self.mover)
         return Handle(entry, ViewOf.of(tensor), tensor._version, note=note)
 
-    def _row(self, ordinal: int, tensor: Tensor) -> Row | None:
+    def _row(self, script: Script, ordinal: int, tensor: Tensor) -> Row | None:
         """The row the script has for this save, if it is the one expected."""
-        assert self.script is not None
-        rows = self.script.rows.get(self._block, [])
+        rows = self._rows or []
         if ordinal < len(rows) and rows[ordinal].num_bytes == tensor.untyped_storage().nbytes():
             return rows[ordinal]
         if self._frame is not None:
             self._frame.whole = True
         if not self.deviation:
-            where = self.script.step.blocks[self._block].name if self._block >= 0 else "the step"
+            where = script.step.blocks[self._block].name if self._block >= 0 else "the step"
             self.deviation = f"save {ordinal} of {where} differs from the trace"
         return None
 
@@ -265,13 +279,11 @@ class Runner:
             if isinstance(packed, Handle):
                 packed.entry.waiting += 1
 
-    def _take(self, row: Row, ordinal: int, tensor: Tensor, note: int) -> Entry | None:
+    def _take(
+        self, script: Script, row: Row, ordinal: int, tensor: Tensor, note: int
+    ) -> Entry | None:
         """The entry for a saved tensor's storage; None if it is to stay as it is."""
-        assert self.script is not None
-        script, storage = self.script, row.storage
-        acted = storage in script.moves or storage in script.dropped or storage in script.codecs
-        if not acted:
-            return None
+        storage = row.storage
         entry = self._entry_of(tensor)
         if entry is not None:
             return entry if entry.version == tensor._version else None
@@ -283,33 +295,39 @@ class Runner:
         entry = Entry(storage, row.num_bytes, tensor._version)
         entry.ordinal = ordinal
         entry.note = self.recorder.saved[note].storage if self.recorder is not None else -1
-        with self._quiet():
-            self._act(entry, row, tensor)
+        if storage in script.dropped:
+            assert frame is not None
+            entry.state, entry.frame = State.DROPPED, frame
+            frame.dropped.append(weakref.ref(entry))
+        else:
+            with self._quiet():
+                self._send(script, entry, row, tensor)
         link = weakref.ref(entry)
         self._table.put(tensor.untyped_storage(), link)
         self._entries[storage] = link
         return entry
 
-    def _act(self, entry: Entry, row: Row, tensor: Tensor) -> None:
-        """Do to a storage just saved what the script says."""
-        assert self.script is not None
-        move = self.script.moves.get(row.storage)
+    def _send(self, script: Script, entry: Entry, row: Row, tensor: Tensor) -> None:
+        """Have a storage just saved moved or compressed, as the script says."""
+        move = script.moves.get(row.storage)
         if move is not None:
             entry.flat, entry.source = flat_bytes(tensor), tensor.detach()
-            entry.place = Place(move.tier, self.script.offsets[row.storage], row.num_bytes)
+            entry.place = Place(move.tier, script.offsets[row.storage], row.num_bytes)
             if move.out_start <= row.packed:
                 self.mover.copy_out(entry)
-        elif row.storage in self.script.dropped:
-            assert self._frame is not None
-            entry.state, entry.frame = State.DROPPED, self._frame
-            self._frame.dropped.append(weakref.ref(entry))
-        else:
-            with torch.no_grad():
-                codec = self.script.codecs[row.storage]
-                entry.packed = encode(codec, flat_bytes(tensor), tensor.dtype)
-            entry.state = State.SMALL
+            return
+        with torch.no_grad():
+            codec = script.codecs[row.storage]
+            entry.packed = encode(codec, flat_bytes(tensor), tensor.dtype)
+        entry.state = State.SMALL
 
-    def _unpack(self, packed: Kept | Handle) -> Tensor:
+    def _unpack(self, packed: Kept | Handle | tuple[Tensor, int]) -> Tensor:
+        if type(packed) is tuple:
+            tensor, version = packed
+            if tensor._version != version:
+                check_version(tensor, version)
+            return tensor
+        assert isinstance(packed, Kept | Handle)
         if self.recorder is not None and packed.note >= 0:
             self.recorder.unpack(packed.note)
         asked, packed.asked = packed.asked, packed.asked + 1
@@ -330,9 +348,12 @@ class Runner:
             check_version(entry.source, handle.version)
         if entry.spoiled is not None:
             raise entry.spoiled
-        assert entry.flat is not None
+        flat = entry.flat
+        assert flat is not None
+        if handle.view.is_of(flat):
+            return flat
         with self._quiet(), torch.no_grad():
-            return handle.view.on(entry.flat)
+            return handle.view.on(flat)
 
     def _bring(self, entry: Entry) -> None:
         """See to it that an entry's bytes are on the device."""
@@ -375,11 +396,8 @@ class Runner:
 
     def _advance(self, position: int) -> None:
         """Do what is due up to a position."""
-        if self.script is None:
-            return
-        self._position = max(self._position, position)
-        due = self.script.due
-        while self._due < len(due) and due[self._due].position <= self._position:
+        due = self.script.due if self.script is not None else ()
+        while self._due < len(due) and due[self._due].position <= position:
             item = due[self._due]
             self._due += 1
             link = self._entries.get(item.storage)

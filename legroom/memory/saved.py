@@ -6,8 +6,7 @@ used again within one step. The table below forgets a storage the moment it dies
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -83,11 +82,10 @@ def is_ours(tensor: Tensor, device: torch.device, weights: StorageTable[bool]) -
 def is_weight(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one, be it of this model or not."""
     base = tensor._base if tensor._is_view() else tensor
-    return isinstance(base, nn.Parameter)
+    return type(base) is not Tensor and isinstance(base, nn.Parameter)  # the latter is slow
 
 
-@dataclass(frozen=True)
-class ViewOf:
+class ViewOf(NamedTuple):
     """How a tensor looks at its storage: dtype, size, stride, offset."""
 
     dtype: torch.dtype

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from legroom.memory.actions import Move
-from legroom.memory.plan import Plan, find_variant, sources
+from legroom.memory.plan import Plan, find_variant, sources, watched_blocks
 from legroom.memory.trace import FULL, Step, Variant
 
 ALIGN = 4096
@@ -59,9 +59,11 @@ class Script:
             a.block: find_variant(step, a) for a in plan.recomputes
         }
         self.dropped = {s: b for b, v in self.variants.items() for s in v.drops}
+        self.acted = self.moves.keys() | self.codecs.keys() | self.dropped.keys()
         self.block_at = {(b.module, b.call): i for i, b in enumerate(step.blocks)}
         self.due = sorted(self._due())
         self.replays: dict[int, Replay] = {b: self._replay(b) for b in self.variants}
+        self.watched = watched_blocks(step, plan.actions)
         self.offsets, self.tier_bytes = self._layout()
 
     def _rows(self, block: int) -> list[Row]:
@@ -109,11 +111,6 @@ class Script:
             size = self.step.storages[m.storage].num_bytes
             used[m.tier] = offsets[m.storage] + (size + ALIGN - 1) // ALIGN * ALIGN
         return offsets, used
-
-    @property
-    def regional(self) -> bool:
-        """Whether all there is to do happens inside recomputed blocks."""
-        return not self.moves and not self.codecs
 
     @property
     def idle(self) -> bool:

@@ -15,7 +15,7 @@ from legroom.core.clock import Road, Traffic, Transfer
 from legroom.core.outcome import ActionCost, Outcome
 from legroom.machine.spec import Machine
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute, compressed_bytes
-from legroom.memory.plan import find_variant, held_inputs, replay_position
+from legroom.memory.plan import find_variant, held_inputs, replay_position, watched_blocks
 from legroom.memory.trace import Step, Storage, Variant
 
 Levels = npt.NDArray[np.int64]
@@ -56,7 +56,7 @@ OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START = range(6)
 MOVE_HOST_S = 150e-6
 """Host time of one move, out and back."""
 WATCH_HOST_S = 40e-6
-"""Host time of a saved tensor that is watched: all of them are where something moves."""
+"""Host time of a saved tensor that is watched."""
 
 
 class Simulator:
@@ -77,11 +77,6 @@ class Simulator:
         self.until_s: list[float] = self.until.tolist()
         self.routes = {t.name: machine.route(t.name) for t in machine.tiers if t.name != "device"}
         self._replay_cache: dict[tuple[int, str], Replay] = {}
-
-    @property
-    def watch_s(self) -> float:
-        """Host time of watching all saved tensors."""
-        return len(self.step.saved) * WATCH_HOST_S
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -253,11 +248,14 @@ class Play:
     @property
     def host_s(self) -> float:
         """Time the host is busy: a device that waits for its orders is no faster."""
-        if not self.sim.step.host_s:
+        step = self.sim.step
+        if not step.host_s:
             return 0.0
         replays = sum(r.variant.host_s for r in self.replays)
-        moves = len(self.moves) * MOVE_HOST_S + self.sim.watch_s if self.moves else 0.0
-        return self.sim.step.host_s + replays + moves
+        again = {r.block for r in self.replays}
+        watched = watched_blocks(step, [*self.moves, *self.codes]) - again
+        saves = sum(len(step.saved_in(b)) for b in watched)
+        return step.host_s + replays + len(self.moves) * MOVE_HOST_S + saves * WATCH_HOST_S
 
     @property
     def busy_s(self) -> float:

@@ -11,6 +11,7 @@ a runtime that stays outside the framework can act: they are the step's *ticks*.
 still holds the storage. If the saved copy goes away, the bytes are free from `release + 1` on.
 """
 
+from bisect import bisect_left
 from enum import StrEnum
 from functools import cached_property
 from typing import Self
@@ -163,6 +164,16 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
             marks.add(row.packed)
             marks.update(row.unpacked)
         return tuple(sorted(marks))
+
+    @cached_property
+    def _tick_blocks(self) -> list[tuple[int, int]]:
+        marks = ((p, row.block) for row in self.saved for p in (row.packed, *row.unpacked))
+        return sorted(set(marks))
+
+    def block_of_tick(self, position: int) -> int | None:
+        """The block (-1: outside all) with the first save or use at or after a position, if any."""
+        at = bisect_left(self._tick_blocks, (position, -1))
+        return self._tick_blocks[at][1] if at < len(self._tick_blocks) else None
 
     @cached_property
     def saves(self) -> dict[int, list[Saved]]:

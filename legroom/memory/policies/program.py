@@ -10,7 +10,7 @@ from legroom.core.quiet import silenced
 from legroom.memory.plan import replay_position
 from legroom.memory.planner import Problem
 from legroom.memory.schedule import leave_position
-from legroom.memory.simulate import MOVE_HOST_S
+from legroom.memory.simulate import MOVE_HOST_S, WATCH_HOST_S
 
 SLOTS = 96
 """About how many slots of time the step is cut into."""
@@ -207,9 +207,11 @@ class Program:
         """The host's own work for replays and moves, where it is a matter: late if too much."""
         if not self.step.host_s:
             return
-        free_s = self.step.compute_s - self.step.host_s - (self.sim.watch_s if self.moves else 0.0)
+        free_s = self.step.compute_s - self.step.host_s
+        # A move has up to three blocks watched: where it is saved, waited for, and fetched.
+        saves = len(self.step.saved) / max(len(self.step.blocks), 1)
         terms = {c: self.step.blocks[b].variants[v].host_s for (b, v), c in self.variants.items()}
-        terms |= dict.fromkeys(self.moves.values(), MOVE_HOST_S)
+        terms |= dict.fromkeys(self.moves.values(), MOVE_HOST_S + 3 * saves * WATCH_HOST_S)
         rows.add(terms | {self.late_host: -1.0}, max(free_s, 0.0))
 
     def _link_rows(self, rows: _Rows, share: float) -> None:
