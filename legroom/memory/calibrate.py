@@ -16,6 +16,9 @@ MAX_CONTENTION = {"cuda": 0.15, "cpu": 2.0}
 On a CPU the copies take cores from the ops themselves."""
 LEAST_HOST = 0.3
 """Share of the host's time that is the step's own, however much replays are thought to take."""
+ROUNDS = 3
+LEAST_S = 1e-3
+"""No host enqueues a step in less."""
 HOST_BOUND = 0.9
 """A host busy for this share of a step holds the device up."""
 
@@ -25,15 +28,17 @@ def to_scale(kind: Kind, capture: Capture, machine: Machine) -> Capture:
     if kind.reference is None or kind.script is None or kind.script.moves:
         return capture
     actions = kind.script.plan.recomputes
-    (seconds, host_s), simulator = kind.reference, Simulator(capture.step, machine)
+    seconds, host_s = kind.reference
     try:
-        factor = seconds / simulator.time(actions)
+        replays_s = sum(r.variant.host_s for r in Simulator(capture.step, machine).replays(actions))
     except RecordError:  # the recording gave the blocks other variants
         return capture
+    capture = rescaled(capture, 1.0, max(host_s - replays_s, LEAST_HOST * host_s))
     if host_s > HOST_BOUND * seconds:  # the host was in the way: that says nothing of the ops
-        factor = 1.0
-    replays_s = sum(r.variant.host_s for r in simulator.replays(actions))
-    return rescaled(capture, factor, max(host_s - replays_s, LEAST_HOST * host_s))
+        return capture
+    for _ in range(ROUNDS):  # a host that is late in part makes it more than a rule of three
+        capture = rescaled(capture, seconds / Simulator(capture.step, machine).time(actions))
+    return capture
 
 
 def as_predicted(kind: Kind) -> bool:
@@ -45,18 +50,25 @@ def as_predicted(kind: Kind) -> bool:
 def learn(kind: Kind, machine: Machine) -> Machine:
     """Bring the kind's trace in line with what was measured; the machine, in line as well.
 
-    A host that had no time to spare was slower than thought, and one that was thought to have none
-    faster; else copies beside the compute may have slowed it, up to what is plausible; what is left
-    is the ops' own.
+    How long a host was busy is known unless it waited for the device. One that had no time to spare
+    was slower than thought, and one that was thought to have none faster; else copies beside the
+    compute may have slowed it, up to what is plausible; what is left is the ops' own.
     """
     assert kind.plan is not None and kind.capture is not None
     step, actions = kind.capture.step, kind.plan.actions
-    off_s = kind.step_s - kind.plan.predicted.step_s
-    simulator = Simulator(step, machine)
     was_bound = kind.host_s > HOST_BOUND * kind.step_s
-    seemed_bound = simulator.host_s(actions) > HOST_BOUND * kind.plan.predicted.step_s
+    simulator, predicted_s = Simulator(step, machine), kind.plan.predicted.step_s
+    if step.host_s and not was_bound:
+        host_s = step.host_s + kind.host_s - simulator.host_s(actions)
+        kind.capture = rescaled(kind.capture, 1.0, max(host_s, LEAST_S))
+        predicted_s -= simulator.time(actions)
+        simulator = Simulator(kind.capture.step, machine)
+        predicted_s += simulator.time(actions)
+    off_s = kind.step_s - predicted_s
+    seemed_bound = simulator.host_s(actions) > HOST_BOUND * predicted_s
     if step.host_s and (was_bound if off_s > 0 else seemed_bound):
-        kind.capture = rescaled(kind.capture, 1.0, max(step.host_s + off_s, 1e-3))
+        host_s = kind.capture.step.host_s + off_s
+        kind.capture = rescaled(kind.capture, 1.0, max(host_s, LEAST_S))
         return machine
     busy_s = simulator.busy_s(actions)
     if busy_s > TOLERANCE * kind.step_s:

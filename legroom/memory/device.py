@@ -49,6 +49,10 @@ class Meter(ABC):
         """Memory over the last step whose peak was taken, where the allocator tells."""
         return None
 
+    def found(self) -> int:
+        """Bytes that lie on the device now, whosoever they are; 0 where that cannot be told."""
+        return 0
+
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""
         return 0
@@ -56,6 +60,11 @@ class Meter(ABC):
     def pressed(self) -> bool:
         """Whether the allocator ran into its cap since last asked; it will be given more room."""
         return False
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that libraries may take for themselves in the first steps."""
+        return 0
 
     @property
     def places(self) -> bool:
@@ -169,6 +178,10 @@ class CudaMeter(Meter):
         }
         return Reading(seconds, peaks, self._host_s)
 
+    def found(self) -> int:
+        """Bytes allocated by this process."""
+        return torch.cuda.memory_allocated(self.device)
+
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""
         return int(budget * self.slack)
@@ -182,6 +195,11 @@ class CudaMeter(Meter):
 
     def _count_retries(self) -> int:
         return int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
+
+    @property
+    def scratch(self) -> int:
+        """For matrix products in forward and in backward, 32 MiB each on large cards; and more."""
+        return 128 << 20
 
     @property
     def places(self) -> bool:

@@ -36,6 +36,7 @@ from legroom.memory.profile import (
     capture_real,
     name_states,
     state_rule,
+    with_others,
 )
 from legroom.memory.recorder import Recorder
 from legroom.memory.run import Runner
@@ -84,7 +85,7 @@ class MemoryJob:
         self.meter: Meter = make_meter(device)
         self.meter.cap(self.budget["device"])
         self._stack: contextlib.ExitStack | None = None
-        self._recording: tuple[Recorder, CpuTimer | CudaTimer] | None = None
+        self._recording: tuple[Recorder, CpuTimer | CudaTimer, int] | None = None
         self._busy = self._closed = self._warned = False
         me = weakref.ref(self)  # a copy of the model must not copy the job
 
@@ -150,7 +151,7 @@ class MemoryJob:
         timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()
         recorder = Recorder(self.model, self.device, timer)
         name_states(recorder, self.model, self.optimizer)
-        self._recording = (recorder, timer)
+        self._recording = (recorder, timer, self.meter.found())
         stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
         stack.enter_context(recorder.watch_modules())
@@ -184,6 +185,8 @@ class MemoryJob:
             return
         finally:
             self._busy = False
+        known = self._held_bytes((args, kwargs))
+        kind.capture = with_others(kind.capture, self.meter.found(), known)
         kind.plan = self._safe_plan(kind.capture.step, loss.num_bytes)
         kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
 
@@ -195,7 +198,8 @@ class MemoryJob:
         budget = self.planning_budget()
         room = int(budget["device"] * SAFE)
         names = ("keep_all", "recompute_all", "auto") if self.policy == "auto" else ()
-        for device, name in itertools.product((room - loss_bytes, room), names):
+        bare = room - loss_bytes
+        for device, name in itertools.product((bare - self.meter.scratch, bare, room), names):
             with contextlib.suppress(BudgetError):
                 tight = {**budget, "device": device}
                 return make_plan(step, self.machine, tight, name, lossy=self.lossy)
@@ -228,14 +232,20 @@ class MemoryJob:
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
-        states = tree_leaves(dict(self.optimizer.state) if self.optimizer else {})
-        held = (*self.model.parameters(), *self.model.buffers(), *states)
-        static = sum(x.nbytes for x in held if isinstance(x, Tensor))
+        static = max(self._held_bytes(), self.meter.found())
         budget = self.planning_budget()
         evictor = make_evictor(budget, static, budget["device"] - static)
         lanes = self.tiers.lanes_for({evictor.tier: evictor.tier_bytes})
         assert lanes is not None
         self.runner.install_online(evictor, lanes)
+
+    def _held_bytes(self, batch: Any = ()) -> int:
+        """Bytes of the model, its optimizer's states as they are now, and a batch."""
+        states = dict(self.optimizer.state) if self.optimizer else {}
+        grads = [p.grad for p in self.model.parameters()]
+        held = (*self.model.parameters(), *self.model.buffers(), *tree_leaves((states, batch)))
+        tensors = (x for x in (*held, *grads) if isinstance(x, Tensor))
+        return sum(x.nbytes for x in tensors if x.device.type == self.device.type)
 
     # -- after a step ------------------------------------------------------------------------
 
@@ -262,7 +272,7 @@ class MemoryJob:
 
     def _use_recording(self, kind: Kind) -> None:
         assert self._recording is not None
-        (recorder, timer), self._recording = self._recording, None
+        (recorder, timer, found), self._recording = self._recording, None
         name_states(recorder, self.model, None)
         kind.capture = capture_real(
             recorder,
@@ -273,6 +283,7 @@ class MemoryJob:
             blocks=self.blocks,
             signature=kind.signature,
         )
+        kind.capture = with_others(kind.capture, found)
         kind.capture = to_scale(kind, kind.capture, self.machine)
         kind.recorded = True
         self._plan(kind)

@@ -134,16 +134,9 @@ def sources(step: Step, block: int, variant: Variant) -> list[int]:
     return [s for s in found if first <= step.storages[s].birth <= last]
 
 
-def watched_blocks(step: Step, actions: Sequence[Action]) -> set[int]:
-    """Blocks whose saves a runtime has to look at; -1 stands for what lies outside of all.
-
-    Those are the blocks that run again, those that save what is moved or compressed, and those
-    whose saves tell that a copy is due.
-    """
-    found = {a.block for a in actions if isinstance(a, Recompute)}
-    for a in actions:
-        if not isinstance(a, Recompute):
-            found.update(row.block for row in step.saves.get(a.storage, ()))
+def moving_blocks(step: Step, actions: Sequence[Move | Compress]) -> set[int]:
+    """Blocks that save what is moved or compressed, or whose saves tell that a copy is due."""
+    found = {row.block for a in actions for row in step.saves.get(a.storage, ())}
     for a in actions:
         if isinstance(a, Move):
             due = {step.block_of_tick(p) for p in (a.out_start, a.out_wait, a.in_start)}

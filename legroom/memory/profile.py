@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -124,6 +125,22 @@ def capture_real(
         signature=signature,
     )
     return Capture(with_variants(draft), op_forms(recorder))
+
+
+def with_others(capture: Capture, found_bytes: int, known_bytes: int | None = None) -> Capture:
+    """Count in what lay on the device before the step and is none of the step's own.
+
+    `known_bytes` is what of the step was there already: all it did not make, if not given.
+    """
+    step = capture.step
+    if known_bytes is None:
+        known_bytes = sum(s.num_bytes for s in step.storages if s.birth < 0)
+    if found_bytes <= known_bytes:
+        return capture
+    size, end = found_bytes - known_bytes, len(step.ops)
+    other = Storage("other tensors on the device", size, Kind.OTHER, -1, end, end)
+    step = msgspec.structs.replace(step, storages=(*step.storages, other)).check()
+    return capture._replace(step=step)
 
 
 def _note_gradients(recorder: Recorder, weights: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Run blocks again on behalf of the runner, and put what comes back into its entries."""
+"""Run blocks again on behalf of the runner, and hand out what comes back."""
 
 import time
 from collections.abc import Callable
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from legroom.core.errors import StepError
 from legroom.memory.mechanisms import recompute as again
-from legroom.memory.mechanisms.entry import Entry, Handle, State
+from legroom.memory.mechanisms.entry import Dropped, Entry, Handle
 from legroom.memory.mechanisms.recompute import Frame, Held
 from legroom.memory.mechanisms.tape import Diverged, Player, Tape
-from legroom.memory.saved import StorageTable, is_ours, is_weight
+from legroom.memory.saved import is_weight
 
 
 class Replayer:
-    """Brings dropped entries back; the three callbacks reach into the runner's other entries."""
+    """Brings dropped tensors back; the three callbacks reach into the runner's books."""
 
     def __init__(
         self,
         device: torch.device,
         open_handle: Callable[[Handle], Tensor],
         done_with: Callable[[Entry], None],
-        note_back: Callable[[Entry], None],
+        note_back: Callable[[Dropped], None],
     ) -> None:
         self.device = device
         self.running = False
@@ -33,15 +33,13 @@ class Replayer:
         """Blocks that ran again whole, though their plan was to skip ops."""
         self._open, self._done_with = open_handle, done_with
         self._note_back = note_back
-        self.weights: StorageTable[bool] = StorageTable()
 
-    def replay(self, asked: Entry) -> None:
-        """Bring back a dropped storage, and all else its block call dropped and still owes."""
+    def replay(self, asked: Dropped) -> None:
+        """Bring back a dropped tensor, and all else its block call dropped and still owes."""
         frame = asked.frame
-        assert frame is not None
-        live = [entry for entry in (link() for link in frame.dropped) if entry is not None]
-        missing = {e.ordinal: e for e in live if e.state is State.DROPPED and e.waiting > 0}
-        missing[asked.ordinal] = asked
+        live = [one for one in (link() for link in frame.dropped) if one is not None]
+        owed = [one for one in live if one.back is None and one.asked < asked.asked]
+        missing = {one.index: one for one in (*owed, asked)}
         self.running, started = True, time.perf_counter()
         try:
             self._run(frame, missing)
@@ -56,19 +54,18 @@ class Replayer:
                 "naming the blocks to use (blocks=...), and please report the model."
             )
 
-    def _run(self, frame: Frame, missing: dict[int, Entry]) -> None:
+    def _run(self, frame: Frame, missing: dict[int, Dropped]) -> None:
         if frame.tape is not None:
             if self._play(frame, frame.tape, missing):
                 return
             self.whole.add(frame.how.name)
         args = again.map_args(self._open_arg, frame.args)
-        again.replay(frame, self.device, args, self._catcher(frame, missing))
+        again.replay(frame, self.device, args, self._catcher(missing))
 
-    def _play(self, frame: Frame, tape: Tape, missing: dict[int, Entry]) -> bool:
+    def _play(self, frame: Frame, tape: Tape, missing: dict[int, Dropped]) -> bool:
         """Run only the ops on the tape; False if they do not lead there."""
         if frame.whole or frame.how.wants - frame.sources.keys():
             return False
-        entries = {entry.storage: entry for entry in missing.values()}
 
         def kept(storage: int) -> Tensor | None:
             source = frame.sources.get(storage)
@@ -76,39 +73,36 @@ class Replayer:
                 return self._open(source)
             return source.open() if source is not None else None
 
+        wanted = frozenset(one.storage for one in missing.values())
         try:
             with again.rewound(frame, self.device):
                 player = Player(tape.calls, kept, lambda rank: self._open_arg(frame.held[rank]))
-                back = player.play(frozenset(entries))
+                back = player.play(wanted)
         except Diverged:
             return False
-        for storage, entry in entries.items():
-            self._put(frame, entry, back[storage])
+        with torch.no_grad():
+            for one in missing.values():
+                assert one.view is not None
+                self._put(one, one.view.on(back[one.storage]))
         missing.clear()
         return True
 
-    def _put(self, frame: Frame, entry: Entry, tensor: Tensor) -> None:
-        if tensor.untyped_storage().nbytes() != entry.num_bytes:
-            raise StepError(f"running {frame.how.name} again saved a tensor of another size")
-        entry.flat, entry.state = tensor, State.HERE
-        self._note_back(entry)
+    def _put(self, one: Dropped, tensor: Tensor) -> None:
+        one.put(tensor)
+        self._note_back(one)
 
-    def _catcher(self, frame: Frame, missing: dict[int, Entry]) -> Callable[[Tensor], None]:
+    def _catcher(self, missing: dict[int, Dropped]) -> Callable[[Tensor], None]:
         """Takes each tensor the replay saves, by its number, until nothing is missing."""
         count = 0
 
         def catch(tensor: Tensor) -> None:
             nonlocal count
-            if not is_ours(tensor, self.device, self.weights):
-                return
-            ordinal, count = count, count + 1
-            entry = missing.get(ordinal)
-            if entry is None:
-                return
-            self._put(frame, entry, tensor.detach())
-            del missing[ordinal]
-            if not missing:
-                raise again.StopReplay
+            one = missing.pop(count, None)
+            count += 1
+            if one is not None:
+                self._put(one, tensor.detach())
+                if not missing:
+                    raise again.StopReplay
 
         return catch
 

@@ -11,15 +11,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from legroom.memory.mechanisms.compress import decode, encode
-from legroom.memory.mechanisms.entry import Entry, Handle, Kept, State, check_version
+from legroom.memory.mechanisms.entry import (
+    Dropped,
+    Entry,
+    Handle,
+    Kept,
+    Packed,
+    State,
+    check_version,
+)
 from legroom.memory.mechanisms.hooks import InnerHooks
 from legroom.memory.mechanisms.lanes import Lanes, Place
 from legroom.memory.mechanisms.mover import Mover
-from legroom.memory.mechanisms.recompute import Frame, Held, forget_surroundings, open_frame
+from legroom.memory.mechanisms.recompute import Held, forget_surroundings, open_frame
 from legroom.memory.mechanisms.tape import paused
 from legroom.memory.online import Evictor
 from legroom.memory.ops import in_backward
 from legroom.memory.recorder import Recorder
+from legroom.memory.region import OUTSIDE, UNKNOWN, Region
 from legroom.memory.replay import Replayer
 from legroom.memory.saved import (
     StorageTable,
@@ -47,7 +56,7 @@ class Runner:
         """The first way in which the last step left its script; empty if it did not."""
         self.evictor: Evictor | None = None
         """Decides as memory fills, where there is no script."""
-        self.replayer = Replayer(device, self._open, self._done_with, self._note_back)
+        self.replayer = Replayer(device, self._open, self._done_with, self._note_replayed)
         self._hooks = InnerHooks()
         self._step = 0
         self._watch: contextlib.ExitStack | None = None
@@ -57,13 +66,9 @@ class Runner:
         self._step += 1
         self._table: StorageTable[weakref.ref[Entry]] = StorageTable()
         self._entries: dict[int, weakref.ref[Entry]] = {}
-        self._ordinals: dict[int, int] = {}
         self._calls: dict[str, int] = {}
-        self._block = -1
-        self._depth = 0
-        self._frame: Frame | None = None
-        self._due = 0
-        self._rows: list[Row] | None = []
+        self._depth = self._due = 0
+        self._region = self._outside = Region(self.script, OUTSIDE, self.recorder is not None)
 
     # -- install -----------------------------------------------------------------------------
 
@@ -87,7 +92,7 @@ class Runner:
         self._find_weights()
 
     def _find_weights(self) -> None:
-        self.weights = self.replayer.weights = weight_storages([self.model])
+        self.weights = weight_storages([self.model])
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
@@ -106,22 +111,13 @@ class Runner:
             yield
             return
         self._hooks.keep_innermost()
-        self._enter_region(-1)
         try:
-            with self._saving() if self._rows is not None else _NOTHING:
+            with self._saving() if self._outside.rows is not None else _NOTHING:
                 yield
         finally:
             self._unwatch()
             self.recorder = None
-            self._block, self._frame = -1, None
-
-    def _enter_region(self, block: int) -> None:
-        """From here on tensors are saved in a block, or outside of all (-1)."""
-        self._block, script = block, self.script
-        if self.recorder is not None or script is None:
-            self._rows = script.rows.get(block, []) if script is not None else []
-        else:
-            self._rows = script.rows[block] if block in script.watched else None
+            self._region = self._outside
 
     def _saving(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -133,7 +129,7 @@ class Runner:
 
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:
         """Keep the runtime's own work out of recordings and tapes."""
-        tape = self._frame.tape if self._frame is not None else None
+        tape = self._region.frame.tape if self._region.frame is not None else None
         modes = [mode for mode in (self.recorder, tape) if mode is not None]
         return paused(*modes) if modes else _NOTHING
 
@@ -143,26 +139,24 @@ class Runner:
         if self.replayer.running or not torch.is_grad_enabled() or in_backward():
             return
         assert self.script is not None
-        if self._block != -1:  # inside of another block, which the trace does not have
+        if self._region is not self._outside:  # inside of another block, as it was not in the trace
             self._depth += 1
-            if self._frame is not None:
-                self._frame.whole = True
+            if self._region.frame is not None:
+                self._region.frame.whole = True
             return
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        outside = self._rows is not None
-        self._enter_region(self.script.block_at.get((path, call), -2))
-        if self._block == -2 and not self.deviation:
-            self.deviation = f"{path} runs more often than in the trace"
-        how = self.script.replays.get(self._block)
-        self._watch = contextlib.ExitStack()
+        block = self.script.block_at.get((path, call), UNKNOWN)
+        region = Region(self.script, block, self.recorder is not None)
+        how, self._watch = self.script.replays.get(block), contextlib.ExitStack()
         if how is not None:
             with self._quiet():
-                self._frame = open_frame(self._block, how, module, (args, kwargs), self.device)
-        if self._rows is not None and not outside:
+                region.frame = open_frame(block, how, module, (args, kwargs), self.device)
+        if region.rows is not None and self._outside.rows is None:
             self._watch.enter_context(self._saving())
-        if self._frame is not None and self._frame.tape is not None:
-            self._watch.enter_context(self._frame.tape)
+        if region.frame is not None and region.frame.tape is not None:
+            self._watch.enter_context(region.frame.tape)
+        self._region = region
 
     def _leave(self) -> None:
         if self.replayer.running or in_backward():
@@ -171,15 +165,18 @@ class Runner:
             self._depth -= 1
             return
         self._unwatch()
-        frame = self._frame
+        region, self._region = self._region, self._outside
+        frame = region.frame
         if frame is not None:
             frame.forget_random(self.device)
-            frame.whole |= self._ordinals.get(self._block, 0) != frame.how.num_saves
             frame.whole |= frame.tape is not None and frame.tape.close()
-            for held in frame.held:
-                self._hand_over(held)
-        self._frame = None
-        self._enter_region(-1)
+        if not region.close():
+            self._stray(f"{region.name} does not save what it did in the trace")
+        for held in frame.held if frame is not None else ():
+            self._hand_over(held)
+
+    def _stray(self, how: str) -> None:
+        self.deviation = self.deviation or how
 
     def _hand_over(self, held: Held) -> None:
         """Let an argument go if its storage will leave the device."""
@@ -200,7 +197,14 @@ class Runner:
 
     def _pack(self, tensor: Tensor) -> object:
         """What autograd is to hold; the tensor with its version where there is nothing to do."""
-        if self._rows is None or in_backward() or not is_ours(tensor, self.device, self.weights):
+        packed = self._region.skim(tensor)
+        if packed is None:
+            packed = self._pack_ours(tensor)
+            self._region.learn(packed)
+        return packed
+
+    def _pack_ours(self, tensor: Tensor) -> object:
+        if in_backward() or not is_ours(tensor, self.device, self.weights):
             return tensor, tensor._version
         note = self.recorder.pack(tensor) if self.recorder is not None else -1
         if self.evictor is not None:
@@ -213,30 +217,29 @@ class Runner:
             self.recorder.watch_saved(packed, note)
         return packed
 
-    def _pack_planned(self, script: Script, tensor: Tensor, note: int) -> Kept | Handle:
-        ordinal = self._ordinals.get(self._block, 0)
-        self._ordinals[self._block] = ordinal + 1
-        row = self._row(script, ordinal, tensor)
+    def _pack_planned(self, script: Script, tensor: Tensor, note: int) -> object:
+        region, frame = self._region, self._region.frame
+        row = region.next_row(tensor.untyped_storage().nbytes())
         if row is None:
+            self._stray(f"{region.name} saves another tensor than in the trace")
             return Kept(tensor, note)
         self._advance(row.packed)
-        storage, frame = row.storage, self._frame
+        storage = row.storage
+        dropped = storage in script.dropped
         wanted = frame is not None and storage in frame.how.wants
-        acted = storage in script.acted
-        if not acted and not wanted:
-            return Kept(tensor, note, row.unpacked, self._step)
-        if (wanted or storage in script.dropped) and self._is_other(tensor, storage):
-            return Kept(tensor, note, row.unpacked, self._step)
-        entry = self._take(script, row, ordinal, tensor, note) if acted else None
-        if entry is None:
-            if wanted:  # detached, else the frame would hold the graph that holds the frame
-                self._offer(storage, Kept(tensor.detach()))
-            return Kept(tensor, note, row.unpacked, self._step)
-        view, version = ViewOf.of(tensor), tensor._version
-        handle = Handle(entry, view, version, note, row.unpacked, self._step)
-        if wanted and entry.state is not State.DROPPED:
-            self._offer(storage, handle)
-        return handle
+        other = (wanted or dropped) and region.is_other(tensor, storage)
+        if dropped and frame is not None and not frame.whole:
+            return Dropped(frame, region.index, tensor, storage, note, row.unpacked, self._step)
+        moved = storage in script.acted and not dropped and not other
+        entry = self._take(script, row, tensor, note) if moved else None
+        packed = (
+            Kept(tensor, note, row.unpacked, self._step)
+            if entry is None
+            else Handle(entry, ViewOf.of(tensor), tensor._version, note, row.unpacked, self._step)
+        )
+        if wanted and not other:  # detached, else the frame would hold the graph that holds it
+            self._offer(storage, packed if entry is not None else Kept(tensor.detach()))
+        return packed
 
     def _pack_online(self, tensor: Tensor, note: int) -> Handle:
         """No script: hold the storage, and let the rule send away what was saved first."""
@@ -251,60 +254,27 @@ class Runner:
                 self.evictor.add(entry, self.mover)
         return Handle(entry, ViewOf.of(tensor), tensor._version, note=note)
 
-    def _row(self, script: Script, ordinal: int, tensor: Tensor) -> Row | None:
-        """The row the script has for this save, if it is the one expected."""
-        rows = self._rows or []
-        if ordinal < len(rows) and rows[ordinal].num_bytes == tensor.untyped_storage().nbytes():
-            return rows[ordinal]
-        if self._frame is not None:
-            self._frame.whole = True
-        if not self.deviation:
-            where = script.step.blocks[self._block].name if self._block >= 0 else "the step"
-            self.deviation = f"save {ordinal} of {where} differs from the trace"
-        return None
-
-    def _is_other(self, tensor: Tensor, storage: int) -> bool:
-        """Whether a tape knows a saved tensor as another one than the trace has there."""
-        frame = self._frame
-        if frame is None or frame.tape is None or frame.tape.is_storage(tensor, storage):
-            return False
-        frame.whole = True
-        return True
-
     def _offer(self, storage: int, packed: Kept | Handle) -> None:
         """Keep a saved tensor at hand for its block's selective replay."""
-        assert self._frame is not None
-        if storage not in self._frame.sources:
-            self._frame.sources[storage] = packed
+        assert self._region.frame is not None
+        sources = self._region.frame.sources
+        if storage not in sources:
+            sources[storage] = packed
             if isinstance(packed, Handle):
                 packed.entry.waiting += 1
 
-    def _take(
-        self, script: Script, row: Row, ordinal: int, tensor: Tensor, note: int
-    ) -> Entry | None:
+    def _take(self, script: Script, row: Row, tensor: Tensor, note: int) -> Entry | None:
         """The entry for a saved tensor's storage; None if it is to stay as it is."""
-        storage = row.storage
         entry = self._entry_of(tensor)
         if entry is not None:
             return entry if entry.version == tensor._version else None
-        frame = self._frame
-        if storage in script.dropped and (
-            frame is None or frame.whole or script.dropped[storage] != frame.block
-        ):
-            return None
-        entry = Entry(storage, row.num_bytes, tensor._version)
-        entry.ordinal = ordinal
+        entry = Entry(row.storage, row.num_bytes, tensor._version)
         entry.note = self.recorder.saved[note].storage if self.recorder is not None else -1
-        if storage in script.dropped:
-            assert frame is not None
-            entry.state, entry.frame = State.DROPPED, frame
-            frame.dropped.append(weakref.ref(entry))
-        else:
-            with self._quiet():
-                self._send(script, entry, row, tensor)
+        with self._quiet():
+            self._send(script, entry, row, tensor)
         link = weakref.ref(entry)
         self._table.put(tensor.untyped_storage(), link)
-        self._entries[storage] = link
+        self._entries[row.storage] = link
         return entry
 
     def _send(self, script: Script, entry: Entry, row: Row, tensor: Tensor) -> None:
@@ -321,20 +291,26 @@ class Runner:
             entry.packed = encode(codec, flat_bytes(tensor), tensor.dtype)
         entry.state = State.SMALL
 
-    def _unpack(self, packed: Kept | Handle | tuple[Tensor, int]) -> Tensor:
+    def _unpack(self, packed: Kept | Handle | Dropped | tuple[Tensor, int]) -> Tensor:
         if type(packed) is tuple:
             tensor, version = packed
             if tensor._version != version:
                 check_version(tensor, version)
             return tensor
-        assert isinstance(packed, Kept | Handle)
+        assert isinstance(packed, Packed)
         if self.recorder is not None and packed.note >= 0:
             self.recorder.unpack(packed.note)
         asked, packed.asked = packed.asked, packed.asked + 1
         if asked < len(packed.unpacked) and packed.step == self._step:
             self._advance(packed.unpacked[asked])
+        if isinstance(packed, Dropped):
+            if packed.back is None:
+                with self._quiet():
+                    self.replayer.replay(packed)
+            return packed.take()
         if isinstance(packed, Kept):
             return packed.open()
+        assert isinstance(packed, Handle)
         tensor = self._open(packed)
         if asked == 0:
             self._done_with(packed.entry)
@@ -361,9 +337,7 @@ class Runner:
         if state is State.HERE:
             return
         with self._quiet():
-            if state is State.DROPPED:
-                self.replayer.replay(entry)
-            elif state is State.SMALL:
+            if state is State.SMALL:
                 assert entry.packed is not None
                 entry.flat, entry.state = decode(entry.packed, entry.num_bytes), State.HERE
                 self._note_back(entry)
@@ -382,6 +356,10 @@ class Runner:
         if self.recorder is not None and entry.note >= 0 and entry.flat is not None:
             self.recorder.adopt(entry.flat, entry.note)
 
+    def _note_replayed(self, one: Dropped) -> None:
+        if self.recorder is not None and one.note >= 0 and one.back is not None:
+            self.recorder.adopt(one.back, self.recorder.saved[one.note].storage)
+
     def _done_with(self, entry: Entry) -> None:
         """One handle less waits; after the last, the tensors handed out hold the bytes."""
         entry.waiting -= 1
@@ -389,8 +367,6 @@ class Runner:
             return
         if entry.place is not None:
             entry.flat, entry.state = None, State.AWAY
-        elif entry.frame is not None:
-            entry.flat, entry.state = None, State.DROPPED
         elif entry.packed is not None:
             entry.flat, entry.state = None, State.SMALL
 

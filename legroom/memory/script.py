@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from legroom.memory.actions import Move
-from legroom.memory.plan import Plan, find_variant, sources, watched_blocks
+from legroom.memory.plan import Plan, find_variant, moving_blocks, sources
 from legroom.memory.trace import FULL, Step, Variant
 
 ALIGN = 4096
@@ -63,7 +63,12 @@ class Script:
         self.block_at = {(b.module, b.call): i for i, b in enumerate(step.blocks)}
         self.due = sorted(self._due())
         self.replays: dict[int, Replay] = {b: self._replay(b) for b in self.variants}
-        self.watched = watched_blocks(step, plan.actions)
+        moving = moving_blocks(step, [*plan.moves, *plan.compressions])
+        self.watched = moving | self.variants.keys()
+        self.plain = {b for b, r in self.replays.items() if r.runs is None and not r.wants} - moving
+        """Blocks that run again whole, with nothing else to do in them."""
+        self.patterns: dict[int, tuple[type, ...]] = {}
+        """What became of each save of a block, as steps have shown."""
         self.offsets, self.tier_bytes = self._layout()
 
     def _rows(self, block: int) -> list[Row]:

@@ -15,7 +15,8 @@ from legroom.core.clock import Road, Traffic, Transfer
 from legroom.core.outcome import ActionCost, Outcome
 from legroom.machine.spec import Machine
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute, compressed_bytes
-from legroom.memory.plan import find_variant, held_inputs, replay_position, watched_blocks
+from legroom.memory.host import Host, Work
+from legroom.memory.plan import find_variant, held_inputs, replay_position
 from legroom.memory.trace import Step, Storage, Variant
 
 Levels = npt.NDArray[np.int64]
@@ -50,13 +51,7 @@ class Event(NamedTuple):
     which: int
 
 
-OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START = range(6)
-
-
-MOVE_HOST_S = 150e-6
-"""Host time of one move, out and back."""
-WATCH_HOST_S = 40e-6
-"""Host time of a saved tensor that is watched."""
+OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START, LATE_WAIT, TURN = range(8)
 
 
 class Simulator:
@@ -76,6 +71,7 @@ class Simulator:
         self.until = np.concatenate(([0.0], np.cumsum([op.time_s for op in step.ops])))
         self.until_s: list[float] = self.until.tolist()
         self.routes = {t.name: machine.route(t.name) for t in machine.tiers if t.name != "device"}
+        self.host = Host(step)
         self._replay_cache: dict[tuple[int, str], Replay] = {}
 
     # -- memory ------------------------------------------------------------------------------
@@ -173,7 +169,7 @@ class Simulator:
 
     def host_s(self, actions: Sequence[Action]) -> float:
         """Time the host is busy under these actions; 0 where it is not a matter."""
-        return Play(self, actions).host_s
+        return self.host.total_s(Play(self, actions).host_work()) if self.step.host_s else 0.0
 
     def time(self, actions: Sequence[Action]) -> float:
         """Step time alone."""
@@ -236,26 +232,22 @@ class Play:
     def run(self) -> float:
         """Play all events; return when the last op ends."""
         until, at = self.sim.until_s, 0
-        for event in sorted(self._events()):
+        for event in sorted([*self._events(), Event(self.sim.host.turn, TURN, 0)]):
             place = min(event.position, len(until) - 1)
             self.now_s += until[place] - until[at]
             at = place
             self._fire(event)
             self.position_s.append((at, self.now_s))
         self.now_s += until[-1] - until[at]
-        return max(self.now_s + self.contended_s, self.host_s)
+        device_s = self.now_s + self.contended_s
+        if not self.sim.step.host_s:
+            return device_s
+        return self.sim.host.end_s(self.host_work(), self.position_s, device_s)
 
-    @property
-    def host_s(self) -> float:
-        """Time the host is busy: a device that waits for its orders is no faster."""
-        step = self.sim.step
-        if not step.host_s:
-            return 0.0
-        replays = sum(r.variant.host_s for r in self.replays)
-        again = {r.block for r in self.replays}
-        watched = watched_blocks(step, [*self.moves, *self.codes]) - again
-        saves = sum(len(step.saved_in(b)) for b in watched)
-        return step.host_s + replays + len(self.moves) * MOVE_HOST_S + saves * WATCH_HOST_S
+    def host_work(self) -> Work:
+        """What the actions ask of the host."""
+        rows = [(r.position, r.block, r.variant.noting_s, r.variant.again_s) for r in self.replays]
+        return self.sim.host.work(self.moves, self.codes, rows)
 
     @property
     def busy_s(self) -> float:
@@ -271,7 +263,7 @@ class Play:
         events = [Event(r.position, REPLAY, i) for i, r in enumerate(self.replays)]
         for i, m in enumerate(self.moves):
             events.append(Event(m.out_start, OUT_START, i))
-            events.append(Event(m.out_wait, OUT_WAIT if m.out_wait > m.out_start else 6, i))
+            events.append(Event(m.out_wait, OUT_WAIT if m.out_wait > m.out_start else LATE_WAIT, i))
             events.append(Event(m.in_start, IN_START, i))
             events.append(Event(m.in_wait, IN_WAIT, i))
         for i, c in enumerate(self.codes):
@@ -282,6 +274,8 @@ class Play:
     def _fire(self, event: Event) -> None:
         self.traffic.advance(self.now_s)
         i = event.which
+        if event.rank == TURN:
+            return
         if event.rank == REPLAY:
             self._spend(self.replays[i].variant.replay_s, "recompute", i)
         elif event.rank == CODE:

@@ -33,6 +33,7 @@ class Kind(StrEnum):
     GRADIENT = "gradient"  # ends the backward as some parameter's .grad
     STATE = "state"  # held by the optimizer between steps
     INPUT = "input"  # was there before the step, and is none of the above
+    OTHER = "other"  # not the step's: libraries' scratch, other models on the same device
     TEMPORARY = "temporary"  # all else
 
 
@@ -110,8 +111,15 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     replay_s: float = 0.0
     replay_peak_bytes: int = 0
     """Most bytes the replay holds at once, dropped storages included."""
-    host_s: float = 0.0
-    """About how long the host is busy with the replay, whatever the device does."""
+    noting_s: float = 0.0
+    """About how long the host is busy in forward because the block will run again."""
+    again_s: float = 0.0
+    """And in backward, with running it again, whatever the device does."""
+
+    @property
+    def host_s(self) -> float:
+        """Both."""
+        return self.noting_s + self.again_s
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,14 +15,10 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
+from legroom.memory.host import again_s, noting_s
 from legroom.memory.trace import FULL, Block, Kind, Op, Step, Variant
 
 MAX_VARIANTS = 8
-HOST_FRAME_S, HOST_AGAIN_S = 1e-3, 50e-6
-"""Host time of a block that runs again, and of each op run again whole."""
-HOST_NOTE_S, HOST_PLAY_S = 50e-6, 60e-6
-"""Of each op looked at for a tape, and run from it. As seen on ResNet-152 beside an H200."""
-
 Points = dict[tuple[int, float], tuple[tuple[int, ...], tuple[int, ...]]]
 """Hull points found: (bytes, seconds) to (drops, replays)."""
 
@@ -179,15 +175,9 @@ def _variant(graph: _Graph, shape: _Shape) -> Variant:
         dropped_bytes=sum(graph.step.storages[s].num_bytes for s in drops),
         replay_s=sum(ops[i].time_s for i in replays),
         replay_peak_bytes=_replay_peak(graph, shape.name, set(drops), set(replays), last),
-        host_s=_host_s(graph, shape.name, len(replays)),
+        noting_s=noting_s(shape.name, len(graph.ops)),
+        again_s=again_s(shape.name, len(replays)),
     )
-
-
-def _host_s(graph: _Graph, shape: str, num_replays: int) -> float:
-    """How long the host is busy with a block that runs again, in forward and backward."""
-    if shape == FULL:
-        return HOST_FRAME_S + HOST_AGAIN_S * num_replays
-    return HOST_FRAME_S + HOST_NOTE_S * len(graph.ops) + HOST_PLAY_S * num_replays
 
 
 def _replay_peak(graph: _Graph, shape: str, drops: set[int], replays: set[int], last: int) -> int:

@@ -12,7 +12,7 @@ MAX_SPANS = 5000
 MAX_BUCKETS = 1200
 """Memory samples are kept by first, lowest and highest of each of so many buckets."""
 MAX_LABEL = 120
-STACK = ("weight", "state", "input", "gradient", "activation", "temporary")
+STACK = ("other", "weight", "state", "input", "gradient", "activation", "temporary")
 """Kinds from the bottom up: what stays lies below what comes and goes."""
 SPAN_KINDS = ("forward", "backward", "update", "recompute", "stall", "copy")
 

@@ -8,6 +8,8 @@ from legroom.memory.actions import Recompute
 from legroom.memory.calibrate import MAX_CONTENTION, as_predicted, learn, to_scale
 from legroom.memory.kinds import Kind, Measurement
 from legroom.memory.script import Script
+from legroom.memory.simulate import Simulator
+from legroom.memory.variants import with_variants
 from tests.torch.nets import Mlp, rows, stack
 from tests.torch.support import Rig, by_hand, full, swap
 
@@ -28,7 +30,7 @@ def kind_of(build: object, host_s: float = 0.0) -> Kind:
 def scaled(step: object, host_s: float) -> object:
     """The step with ops of a millisecond each."""
     ops = tuple(msgspec.structs.replace(op, time_s=1e-3) for op in step.ops)  # type: ignore[attr-defined]
-    return msgspec.structs.replace(step, ops=ops, host_s=host_s)  # type: ignore[type-var]
+    return with_variants(msgspec.structs.replace(step, ops=ops, host_s=host_s))  # type: ignore[type-var]
 
 
 def measure(kind: Kind, *seconds: float, host_s: float = 0.0) -> None:
@@ -68,10 +70,21 @@ def test_a_host_thought_too_slow_is_thought_faster() -> None:
     kind.plan = by_hand(kind.capture.step, full(kind.capture.step))
     before, predicted = total_s(kind), kind.plan.predicted.step_s
     assert predicted > 1.0
-    measure(kind, *[0.6 * predicted] * 3, host_s=0.2 * predicted)
+    measure(kind, *[0.6 * predicted] * 3, host_s=0.59 * predicted)
     learn(kind, MACHINE)
     assert total_s(kind) == before
     assert kind.capture.step.host_s == pytest.approx(1.0 - 0.4 * predicted)
+
+
+def test_a_host_that_had_time_to_spare_tells_how_long_it_takes() -> None:
+    """What it was busy for is taken as it is; the ops keep their times."""
+    kind = kind_of(full, host_s=1e-3)
+    before, predicted = total_s(kind), kind.plan.predicted.step_s
+    measure(kind, *[predicted] * 3, host_s=0.3 * predicted)
+    learn(kind, MACHINE)
+    assert total_s(kind) == pytest.approx(before)
+    host_s = Simulator(kind.capture.step, MACHINE).host_s(kind.plan.actions)
+    assert host_s == pytest.approx(0.3 * predicted)
 
 
 def test_copies_are_blamed_no_more_than_is_plausible() -> None:

@@ -25,3 +25,25 @@ def test_a_loss_outside_of_the_model_has_room_in_the_first_step() -> None:
             step()
         peak = job.meter.last().peaks["step"] + weights + tokens.nbytes
     assert peak <= budget, (peak, budget)
+
+
+def test_what_others_hold_on_the_device_counts() -> None:
+    """A second model, or a library's scratch, is part of the peak and takes of the budget."""
+    model = nn.Sequential(*[Mlp() for _ in range(6)])
+    batch = torch.randn(256, 64)
+    weights = sum(p.nbytes for p in model.parameters())
+
+    def peak(others: int) -> int:
+        with legroom.fit(model, None, budget="64MiB") as job:
+            known = weights + batch.nbytes
+            job.meter.found = lambda: known + others  # type: ignore[method-assign]
+            for visit in range(4):
+                with job.step():
+                    model(batch).sum().backward()
+                model.zero_grad()
+                assert job.current is not None and job.current.plan is not None
+                parts = job.current.plan.predicted.peak_parts
+                assert parts.get("other", 0) == others, (visit, parts)
+            return job.current.plan.predicted.device_bytes
+
+    assert peak(20 << 20) - peak(0) == 20 << 20

@@ -5,11 +5,13 @@ they are. When a graph is freed its handles go, and with the last handle the ent
 The runtime itself keeps only weak references, so nothing is left behind by a step that raised.
 """
 
+import weakref
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from legroom.core.errors import StepError
 from legroom.memory.mechanisms.compress import Packed as Small
 from legroom.memory.mechanisms.tickets import Place, Ticket
 from legroom.memory.saved import ViewOf
@@ -25,7 +27,6 @@ class State(Enum):
     LEAVING = "leaving"  # on the device, with a copy out under way
     AWAY = "away"  # in a lower tier alone: after the wait for the copy out
     COMING = "coming"  # room taken on the device, copy in under way
-    DROPPED = "dropped"  # nowhere: a replay brings it back
     SMALL = "small"  # compressed on the device
 
 
@@ -33,8 +34,8 @@ class Entry:
     """A storage that autograd saved once or more often."""
 
     __slots__ = (
-        "__weakref__", "flat", "frame", "note", "num_bytes", "ordinal", "packed", "place", "source",
-        "spoiled", "state", "storage", "ticket", "version", "waiting",
+        "__weakref__", "flat", "note", "num_bytes", "packed", "place", "source", "spoiled", "state",
+        "storage", "ticket", "version", "waiting",
     )  # fmt: skip
 
     def __init__(self, storage: int, num_bytes: int, version: int) -> None:
@@ -48,10 +49,6 @@ class Entry:
         self.place: Place | None = None
         """Its copy in a lower tier; valid from LEAVING on."""
         self.ticket: Ticket | None = None
-        self.frame: Frame | None = None
-        """The block call that can bring it back."""
-        self.ordinal = -1
-        """Its number among the saves of that call."""
         self.packed: Small | None = None
         self.source: Tensor | None = None
         """The tensor that was saved, while its copy out is under way: it knows its version."""
@@ -95,6 +92,48 @@ class Handle(Packed):
         super().__init__(note, unpacked, step)
         self.entry, self.view, self.version = entry, view, version
         entry.waiting += 1
+
+
+class Dropped(Packed):
+    """Stands for a saved tensor that is nowhere: running its block again brings it back."""
+
+    __slots__ = ("back", "frame", "index", "shape", "storage", "version", "view")
+
+    def __init__(
+        self,
+        frame: "Frame",
+        index: int,
+        tensor: Tensor,
+        storage: int = -1,
+        note: int = -1,
+        unpacked: tuple[int, ...] = (),
+        step: int = -1,
+    ) -> None:
+        super().__init__(note, unpacked, step)
+        self.frame, self.index, self.storage = frame, index, storage
+        """The block call, and the tensor's number among all that call saved."""
+        self.shape = tensor.shape
+        self.view = ViewOf.of(tensor) if storage >= 0 else None
+        self.back: Tensor | None = None
+        """The tensor, from the replay until autograd asks for it."""
+        self.version = 0
+        frame.dropped.append(weakref.ref(self))
+
+    def put(self, tensor: Tensor) -> None:
+        """A replay has it."""
+        if tensor.shape != self.shape:
+            raise StepError(
+                f"running {self.frame.how.name} again saved a tensor of another size: "
+                f"{list(tensor.shape)}, not {list(self.shape)}"
+            )
+        self.back, self.version = tensor, tensor._version
+
+    def take(self) -> Tensor:
+        """The tensor a replay has put here, given away."""
+        tensor, self.back = self.back, None
+        assert tensor is not None
+        check_version(tensor, self.version)
+        return tensor
 
 
 class Kept(Packed):

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from legroom.core.errors import StepError
-from legroom.memory.mechanisms.entry import Entry, Handle, Kept
+from legroom.memory.mechanisms.entry import Dropped, Handle, Kept
 from legroom.memory.mechanisms.tape import Tape
 from legroom.memory.saved import is_weight
 from legroom.memory.script import Replay
@@ -58,8 +58,8 @@ class Frame:
     """The call did not go as traced: nothing may be skipped in its replay."""
     tape: Tape | None = None
     """The ops to run again, if not all."""
-    dropped: "list[weakref.ref[Entry]]" = field(default_factory=list)
-    """What it dropped; weak, for each entry holds its frame (see [Note: ownership])."""
+    dropped: "list[weakref.ref[Dropped]]" = field(default_factory=list)
+    """What it dropped; weak, for each holds its frame (see [Note: ownership])."""
     sources: dict[int, Kept | Handle] = field(default_factory=dict)
     """Kept storages at hand for the replay; held until then, even if backward is done with them."""
 
@@ -187,13 +187,31 @@ class Surroundings:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Keep attributes and running statistics as they are: a replay must not count twice."""
+        """Keep attributes and running statistics as they are: a replay must not count twice.
+
+        A norm layer that uses the batch's own statistics is given others to update, so that it
+        saves as many tensors as in the first run.
+        """
         with attributes_kept(self.modules):
             for norm in self.norms:
-                if norm.training:
-                    # The layer then uses batch statistics, as before, and stores none.
-                    norm.track_running_stats = False
+                if not norm.training:
+                    continue
+                for name in ("running_mean", "running_var"):
+                    buffer = norm._buffers[name]
+                    norm._buffers[name] = None if buffer is None else stand_in(buffer)
+                norm._buffers["num_batches_tracked"] = None
             yield
+
+
+_stand_ins: dict[Any, Tensor] = {}
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape whose values nobody reads."""
+    key = (tensor.shape, tensor.dtype, tensor.device)
+    if key not in _stand_ins:
+        _stand_ins[key] = torch.zeros_like(tensor)
+    return _stand_ins[key]
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
 from legroom.core.quiet import silenced
+from legroom.memory.host import MOVE_S, WATCH_S
 from legroom.memory.plan import replay_position
 from legroom.memory.planner import Problem
 from legroom.memory.schedule import leave_position
-from legroom.memory.simulate import MOVE_HOST_S, WATCH_HOST_S
 
 SLOTS = 96
 """About how many slots of time the step is cut into."""
@@ -203,16 +203,21 @@ class Program:
             }
             self._scaled(rows, terms, self.problem.budget[tier])
 
-    def _host_row(self, rows: _Rows) -> None:
-        """The host's own work for replays and moves, where it is a matter: late if too much."""
+    def _host_rows(self, rows: _Rows) -> None:
+        """The host's own work, where it is a matter: late if forward, or the step, has too much."""
         if not self.step.host_s:
             return
-        free_s = self.step.compute_s - self.step.host_s
+        host, blocks = self.sim.host, self.step.blocks
+        variants = {c: blocks[b].variants[v] for (b, v), c in self.variants.items()}
         # A move has up to three blocks watched: where it is saved, waited for, and fetched.
-        saves = len(self.step.saved) / max(len(self.step.blocks), 1)
-        terms = {c: self.step.blocks[b].variants[v].host_s for (b, v), c in self.variants.items()}
-        terms |= dict.fromkeys(self.moves.values(), MOVE_HOST_S + 3 * saves * WATCH_HOST_S)
-        rows.add(terms | {self.late_host: -1.0}, max(free_s, 0.0))
+        saves = len(self.step.saved) / max(len(blocks), 1)
+        moves = dict.fromkeys(self.moves.values(), MOVE_S + 3 * saves * WATCH_S)
+        terms = {c: v.host_s - v.replay_s for c, v in variants.items()} | moves
+        rows.add(terms | {self.late_host: -1.0}, self.step.compute_s - self.step.host_s)
+        terms = {c: v.noting_s for c, v in variants.items()}
+        terms |= {c: seconds / 2 for c, seconds in moves.items()}
+        forward_s = float(self.sim.until[host.turn]) - host.until_s[host.turn]
+        rows.add(terms | {self.late_host: -1.0}, forward_s)
 
     def _link_rows(self, rows: _Rows, share: float) -> None:
         count = len(self.edges) - 1
@@ -261,7 +266,7 @@ class Program:
         self._memory_rows(rows, self.problem.limit)
         self._choice_rows(rows)
         self._link_rows(rows, share)
-        self._host_row(rows)
+        self._host_rows(rows)
         return self._run(rows, np.array(self.cost), len(self.cost))
 
     def smallest(self) -> list[Answer]:

@@ -1,0 +1,89 @@
+"""What the host does for a step, and when that holds the device up.
+
+[Note: queue] The device runs ops in order, and none before the host has enqueued it. So a step
+takes, for the worst of its ops, as long as the host needs to come to that op and the device from
+there on. A forward that keeps the host busy with notes is slow even if backward leaves it idle.
+
+The times are as seen on ResNet-152 and a Llama beside an H200; calibration corrects their sum.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from legroom.memory.actions import Compress, Move
+from legroom.memory.plan import moving_blocks
+from legroom.memory.trace import FULL, Phase, Step
+
+FRAME_S = 0.4e-3
+"""Of a block call that will run again, in forward."""
+NOTE_S = 45e-6
+"""Of each op looked at for a tape, in forward."""
+AGAIN_S, PLAY_S = 40e-6, 60e-6
+"""Of each op run again whole, and from a tape."""
+MOVE_S = 0.6e-3
+"""Of one move, out and back."""
+WATCH_S = 25e-6
+"""Of a saved tensor that is watched."""
+BACKWARD = 2.0
+"""An op in backward takes the host this much longer than one in forward."""
+
+Work = list[tuple[int, float]]
+"""Positions, and how long the host is busy there."""
+
+
+def noting_s(variant: str, num_ops: int) -> float:
+    """For a block of so many ops that will run again."""
+    return FRAME_S if variant == FULL else FRAME_S + NOTE_S * num_ops
+
+
+def again_s(variant: str, num_replays: int) -> float:
+    """For running so many ops again."""
+    return num_replays * (AGAIN_S if variant == FULL else PLAY_S)
+
+
+class Host:
+    """The host's time over one step; nothing where the step does not tell it."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        weights = [BACKWARD if op.phase is Phase.BACKWARD else 1.0 for op in step.ops]
+        until = np.concatenate(([0.0], np.cumsum(weights)))
+        self.until_s: list[float] = (until * (step.host_s / max(until[-1], 1.0))).tolist()
+        """When it comes to each op of the unplanned step."""
+        self.turn = next((i for i, op in enumerate(step.ops) if op.phase is Phase.BACKWARD), 0)
+        """Where backward begins: there the host has done all of forward."""
+
+    def work(
+        self,
+        moves: Sequence[Move],
+        codes: Sequence[Compress],
+        replays: Sequence[tuple[int, int, float, float]],
+    ) -> Work:
+        """What actions add; replays as (position, block, noting, running again)."""
+        work: Work = []
+        blocks, again = self.step.blocks, set()
+        for position, block, before_s, after_s in replays:
+            work += [(blocks[block].last, before_s), (position, after_s)]
+            again.add(block)
+        for move in moves:
+            work += [(move.out_start, MOVE_S / 2), (move.in_start, MOVE_S / 2)]
+        for block in moving_blocks(self.step, [*moves, *codes]) - again:
+            rows = self.step.saved_in(block)
+            if rows:
+                work.append((rows[0].packed, WATCH_S * len(rows)))
+        return sorted(work)
+
+    def total_s(self, work: Work) -> float:
+        """How long the host is busy in all."""
+        return self.step.host_s + sum(seconds for _, seconds in work)
+
+    def end_s(self, work: Work, marks: Sequence[tuple[int, float]], device_s: float) -> float:
+        """When the step is over, if the device alone is at each marked position at that time."""
+        latest, busy_s, at = device_s, 0.0, 0
+        for position, now_s in marks:
+            while at < len(work) and work[at][0] <= position:
+                busy_s += work[at][1]
+                at += 1
+            latest = max(latest, self.until_s[position] + busy_s + device_s - now_s)
+        return max(latest, self.total_s(work))
