@@ -5,8 +5,9 @@
     python benchmarks/eager_frontier.py --tiny                # small sizes, runs on a CPU too
 
 Each case is a fresh process. With a cap, device memory is limited from the process's start
-(`set_per_process_memory_fraction`). Peers run without a cap and are placed by their measured peak
-of reserved memory: they fit a cap if that peak does. Results are added to
+(`set_per_process_memory_fraction`). Peers know no budget: each runs without a cap first, and fits a
+cap if its peak of reserved memory does. Where only what it allocated would, it runs again under
+that cap, with growing segments, and fits if it gets through. Results are added to
 `benchmarks/results/eager_frontier-<machine>.json`, so the matrix can be filled over several runs.
 """
 
@@ -233,8 +234,13 @@ def child(model: str, tool: str, cap: float, args: argparse.Namespace) -> dict[s
     command += ["--cap", str(cap), "--steps", str(args.steps), "--warm", str(args.warm)]
     command += ["--tiny"] if args.tiny else []
     command += ["--keep", args.keep] if args.keep else []
+    env = dict(os.environ)
+    if cap and tool in PEERS:  # what wastes least under a cap; legroom sets it by itself
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=args.timeout, env=env
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {args.timeout:g} s"}
     rows = [x for x in done.stdout.splitlines() if x.startswith("{")]
@@ -253,7 +259,7 @@ def main() -> None:
     parser.add_argument("--tools", default=",".join((*PEERS, "legroom", "idle")))
     parser.add_argument("--caps", default="", help="GiB, for legroom; 0 is none")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=16)
+    parser.add_argument("--warm", type=int, default=22)
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--keep", default="", help="folder for legroom's traces and plans")
@@ -271,11 +277,15 @@ def main() -> None:
     results.setdefault("machine", machine_name())
     results.setdefault("torch", torch.__version__)
     rows = results.setdefault("rows", {})
-    for model, tool, cap in cases(args):
+    queue = cases(args)
+    for model, tool, cap in queue:
         if tool == "offload_activations" and importlib.util.find_spec("trl") is None:
             print("offload_activations: trl is not installed, left out", file=sys.stderr)
             continue
         row = child(model, tool, cap, args)
+        if tool in PEERS and not cap:
+            low, high = row.get("allocated_gib", 0), row.get("reserved_gib", 0)
+            queue += [(model, tool, c) for c in CAPS[model] if low <= c < high]
         rows[f"{model} {tool} {cap:g}"] = {"model": model, "tool": tool, "cap_gib": cap, **row}
         print(model, tool, f"{cap:g}", json.dumps(row), flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)

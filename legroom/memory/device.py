@@ -18,6 +18,10 @@ MAX_POINTS = 1500
 """Points of a measured timeline."""
 MARGIN = 64 << 20
 """Device bytes left for small blocks and for libraries when memory is taken in advance."""
+GRAIN = 20 << 20
+"""The allocator takes memory by this much, and looks at the cap before it rounds up."""
+MOST_SLACK = 0.15
+"""Share of a budget that may be left to the allocator, at most."""
 WALL = 2 << 20
 """Device bytes kept between two stretches, so that they are not merged."""
 
@@ -36,6 +40,9 @@ class Reading:
 
 class Meter(ABC):
     """Takes time and peak of whole steps."""
+
+    slack = 0.0
+    """Share of the budget left to what the trace does not show."""
 
     @abstractmethod
     def step(self, active: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -60,6 +67,10 @@ class Meter(ABC):
     def pressed(self) -> bool:
         """Whether the allocator ran into its cap since last asked; it will be given more room."""
         return False
+
+    def give_way(self, share: float) -> None:
+        """Leave more of a budget to the allocator from now on."""
+        self.slack = min(self.slack + share, MOST_SLACK)
 
     @property
     def scratch(self) -> int:
@@ -139,7 +150,7 @@ class CudaMeter(Meter):
     """Events at both ends of the step; the allocator's own peaks."""
 
     SLACK = 0.015
-    """Share of the budget left to what the trace does not show, to begin with."""
+    """To begin with."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -184,13 +195,14 @@ class CudaMeter(Meter):
 
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take."""
-        return int(budget * self.slack)
+        gaps = 3 * GRAIN if self._grows else 0
+        return max(int(budget * self.slack), min(gaps, int(budget * MOST_SLACK)))
 
     def pressed(self) -> bool:
         """Whether allocations had to wait for cached memory to be given back: that is slow."""
         before, self._retries = self._retries, self._count_retries()
         if self._retries > before:
-            self.slack = min(self.slack + self.SLACK, 0.1)
+            self.give_way(self.SLACK)
         return self._retries > before
 
     def _count_retries(self) -> int:
@@ -237,9 +249,11 @@ class CudaMeter(Meter):
             setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
             (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
             self._grows = True
-        self._limit = limit
+        self._limit = limit - (GRAIN if self._grows else 0)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.device)
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, max(self._limit, 0) / total), self.device
+        )
 
     def uncap(self) -> None:
         """Allow the whole device again."""

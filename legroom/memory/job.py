@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from legroom.core.errors import BudgetError, LegroomError, StepError
 from legroom.core.outcome import Comparison, Timeline
@@ -34,6 +33,7 @@ from legroom.memory.profile import (
     StandInLoss,
     capture_fake,
     capture_real,
+    held_bytes,
     name_states,
     state_rule,
     with_others,
@@ -56,6 +56,8 @@ WARM = 2
 SETTLED = 4
 """Measured steps before a plan is judged."""
 MAX_REPLANS = 3
+OFF_BY = 0.04
+"""Share of the budget that a plan is taken to be off by where the allocator found no room."""
 
 
 class MemoryJob:
@@ -109,9 +111,10 @@ class MemoryJob:
         try:
             with contextlib.ExitStack() as self._stack:
                 yield
-        except BaseException:
+        except BaseException as error:
             self._recording = None
             self.tiers.drain()
+            self._give_way(error)
             raise
         finally:
             self._stack = None
@@ -185,8 +188,8 @@ class MemoryJob:
             return
         finally:
             self._busy = False
-        known = self._held_bytes((args, kwargs))
-        kind.capture = with_others(kind.capture, self.meter.found(), known)
+        held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
+        kind.capture = with_others(kind.capture, self.meter.found(), held)
         kind.plan = self._safe_plan(kind.capture.step, loss.num_bytes)
         kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
 
@@ -232,20 +235,12 @@ class MemoryJob:
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
-        static = max(self._held_bytes(), self.meter.found())
         budget = self.planning_budget()
+        static = max(held_bytes(self.model, self.optimizer, self.device), self.meter.found())
         evictor = make_evictor(budget, static, budget["device"] - static)
         lanes = self.tiers.lanes_for({evictor.tier: evictor.tier_bytes})
         assert lanes is not None
         self.runner.install_online(evictor, lanes)
-
-    def _held_bytes(self, batch: Any = ()) -> int:
-        """Bytes of the model, its optimizer's states as they are now, and a batch."""
-        states = dict(self.optimizer.state) if self.optimizer else {}
-        grads = [p.grad for p in self.model.parameters()]
-        held = (*self.model.parameters(), *self.model.buffers(), *tree_leaves((states, batch)))
-        tensors = (x for x in (*held, *grads) if isinstance(x, Tensor))
-        return sum(x.nbytes for x in tensors if x.device.type == self.device.type)
 
     # -- after a step ------------------------------------------------------------------------
 
@@ -283,8 +278,7 @@ class MemoryJob:
             blocks=self.blocks,
             signature=kind.signature,
         )
-        kind.capture = with_others(kind.capture, found)
-        kind.capture = to_scale(kind, kind.capture, self.machine)
+        kind.capture = to_scale(kind, with_others(kind.capture, found), self.machine)
         kind.recorded = True
         self._plan(kind)
 
@@ -294,12 +288,11 @@ class MemoryJob:
         moved = {f"device->{tier}": n for tier, n in mover.out_bytes.items()}
         moved |= {f"{tier}->device": n for tier, n in mover.in_bytes.items()}
         stall = lanes.take_stall() if lanes is not None else float
-        replay_s, peaks = self.runner.replayer.seconds, reading.peaks
+        rest, peaks = (self.runner.replayer.seconds, moved, reading.host_s), reading.peaks
         if "step" in peaks:
             peaks = {"device": peaks["step"] + kind.static_bytes}
         self._check_peak(peaks.get("reserved", peaks.get("device", 0)))
-        host_s = reading.host_s
-        return lambda: Measurement(reading.seconds(), peaks, stall(), replay_s, moved, host_s)
+        return lambda: Measurement(reading.seconds(), peaks, stall(), *rest)
 
     def _check_peak(self, peak: int) -> None:
         if peak > self.budget["device"] and not self._warned:
@@ -311,16 +304,27 @@ class MemoryJob:
             )
 
     def _calibrate(self, kind: Kind) -> None:
-        """Judge a settled plan: keep the fastest seen; if it came out otherwise, plan again."""
+        """Judge a settled plan: if it came out otherwise, plan again; the fastest seen stays."""
         pressed = self.meter.pressed() and not kind.placement.missing_bytes
-        better = kind.judge()
-        kind.still = (
-            not better or kind.replans >= MAX_REPLANS or (as_predicted(kind) and not pressed)
-        )
+        kind.still = kind.replans >= MAX_REPLANS or (as_predicted(kind) and not pressed)
+        kind.judge(last=kind.still)
         if not kind.still:
             kind.replans += 1
             self.machine = learn(kind, self.machine)
             self._plan(kind)
+
+    def _give_way(self, error: BaseException) -> None:
+        """If the allocator found no room where the plan saw some, plan with less from now on."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return
+        self.meter.give_way(OFF_BY)
+        if self.current is not None and self.current.recorded:
+            with contextlib.suppress(BudgetError):
+                self._plan(self.current)
+        error.add_note(
+            "legroom: from the next step on the plan leaves the allocator more room; run this step "
+            "again, or give a larger budget or a smaller batch"
+        )
 
     # -- reports -----------------------------------------------------------------------------
 

@@ -65,16 +65,15 @@ class Kind:
         if pending is not None:
             self.measurements.append(pending())
 
-    def judge(self) -> bool:
-        """Whether the plan in force is the fastest so far; if not, that one is put back."""
+    def judge(self, last: bool) -> None:
+        """Note the plan in force if it is the fastest so far; the `last` gives way to that one."""
         assert self.capture is not None and self.plan is not None and self.script is not None
         self.judged = len(self.measurements)
         if self.best is None or self.step_s < self.best[0]:
             self.best = (self.step_s, self.capture, self.plan, self.script, self.placement)
-            return True
-        _, self.capture, self.plan, self.script, self.placement = self.best
-        self.start_anew()
-        return False
+        elif last and self.plan is not self.best[2]:
+            _, self.capture, self.plan, self.script, self.placement = self.best
+            self.start_anew()
 
     def start_anew(self) -> None:
         """Another plan is in force: what was measured does not count any more."""

@@ -236,3 +236,17 @@ def name_states(
     for leaf in tree_leaves(dict(optimizer.state) if optimizer else {}):
         if isinstance(leaf, Tensor):
             recorder.name_storage(leaf, "optimizer state", "state")
+
+
+def held_bytes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    batch: Any = (),
+) -> int:
+    """Bytes on the device of a model, its gradients, its optimizer's states now, and a batch."""
+    states = dict(optimizer.state) if optimizer else {}
+    grads = [p.grad for p in model.parameters()]
+    leaves = (*model.parameters(), *model.buffers(), *grads, *tree_leaves((states, batch)))
+    tensors = (x for x in leaves if isinstance(x, Tensor))
+    return sum(x.nbytes for x in tensors if x.device.type == device.type)

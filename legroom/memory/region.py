@@ -3,9 +3,9 @@
 [Note: patterns] Autograd saves many tensors that a plan does not care for, weights above all, and
 telling them apart takes longer than many an op. So a script remembers by their number which saves
 of a block mattered, and the others are passed over the next time. Passing one over is always
-right: autograd then holds it as it would have. In a block that runs again whole, and where nothing
-else is to be done, the number also says which saves are dropped: its replay makes the same saves
-in the same order, since it is the same call.
+right: autograd then holds it as it would have. Where a block runs again and nothing else is to be
+done in it, a save that matters need not be looked at closely either: a tape knows its tensors, and
+a block that runs again whole makes the same saves in the same order, since it is the same call.
 """
 
 from torch import Tensor
@@ -27,32 +27,40 @@ class Region:
         """The call, if it will run again."""
         self.rows: list[Row] | None = []
         """The saves to expect; None where none of them matters."""
+        self.row: Row | None = None
+        """The one at hand, if it is known."""
+        self._pattern: tuple[Row | None, ...] | None = None
+        self._learns = self.sure = False
         if script is not None:
             watched = recording or block in script.watched
             self.rows = script.rows.get(block, []) if watched else None
-        learns = script is not None and not recording and block >= 0
-        self.pattern = script.patterns.get(block) if script is not None and learns else None
-        self.plain = self.pattern is not None and script is not None and block in script.plain
-        self._learns = learns
+            self._learns = watched and not recording and block >= 0
+            self._pattern = script.patterns.get(block) if self._learns else None
+            self.sure = self._pattern is not None and block not in script.moving
         self._count = self._ordinal = 0
-        self._seen: list[type] = []
+        self._seen: list[Row | None] = []
 
     def skim(self, tensor: Tensor) -> object:
         """What to hold for the next save if its number alone tells; None if it does not."""
         index, self._count = self._count, self._count + 1
         if self.rows is None:
             return tensor, tensor._version
-        if self.pattern is None:
+        self.row = None
+        if self._pattern is None:
             return None
-        kind = self.pattern[index] if index < len(self.pattern) else tuple
-        if self.plain and kind is Dropped and self.frame is not None:
+        self.row = self._pattern[index] if index < len(self._pattern) else None
+        if self.row is None:
+            return tensor, tensor._version
+        if self.sure and self.frame is not None and self.frame.tape is None:
             return Dropped(self.frame, index, tensor)
-        return (tensor, tensor._version) if self.plain or kind is tuple else None
+        return None
 
-    def learn(self, packed: object) -> None:
-        """Note what became of a save whose number did not tell."""
-        if self._learns:
-            self._seen.append(type(packed))
+    def learn(self) -> None:
+        """Note whether the save at hand matters, where its number did not tell."""
+        if self._learns and self._pattern is None and self.script is not None:
+            row, wants = self.row, self.frame.how.wants if self.frame is not None else ()
+            acted = row is not None and (row.storage in self.script.acted or row.storage in wants)
+            self._seen.append(row if acted or self.block in self.script.moving else None)
 
     @property
     def index(self) -> int:
@@ -61,13 +69,14 @@ class Region:
 
     def next_row(self, num_bytes: int) -> Row | None:
         """The row for the next save that is ours; None if it is not the one expected."""
-        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
-        rows = self.rows or ()
-        if ordinal < len(rows) and rows[ordinal].num_bytes == num_bytes:
-            return rows[ordinal]
-        if self.frame is not None:
-            self.frame.whole = True
-        return None
+        if self._pattern is None:
+            ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+            self.row = self.rows[ordinal] if self.rows and ordinal < len(self.rows) else None
+        if self.row is None or self.row.num_bytes != num_bytes:
+            self.row = None
+            if self.frame is not None:
+                self.frame.whole = True
+        return self.row
 
     def is_other(self, tensor: Tensor, storage: int) -> bool:
         """Whether a tape knows a saved tensor as another one than the trace has there."""
@@ -81,14 +90,15 @@ class Region:
         """The call is over: whether it saved what it should; if so, remember which saves matter."""
         if self.script is None or self.rows is None or self.block < 0:
             return self.block != UNKNOWN
-        as_traced = self.plain or self._ordinal == len(self.rows)
-        if self.pattern is not None:
-            as_traced = as_traced and self._count == len(self.pattern)
+        if self._pattern is not None:
+            as_traced = self._count == len(self._pattern)
+        else:
+            as_traced = self._ordinal == len(self.rows)
         if self.frame is not None:
             self.frame.whole |= not as_traced
         if not as_traced:
             self.script.patterns.pop(self.block, None)
-        elif self._learns and self.pattern is None:
+        elif self._learns and self._pattern is None:
             self.script.patterns[self.block] = tuple(self._seen)
         return as_traced
 

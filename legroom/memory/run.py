@@ -200,11 +200,13 @@ class Runner:
         packed = self._region.skim(tensor)
         if packed is None:
             packed = self._pack_ours(tensor)
-            self._region.learn(packed)
+            self._region.learn()
         return packed
 
     def _pack_ours(self, tensor: Tensor) -> object:
-        if in_backward() or not is_ours(tensor, self.device, self.weights):
+        if not self._region.sure and (
+            in_backward() or not is_ours(tensor, self.device, self.weights)
+        ):
             return tensor, tensor._version
         note = self.recorder.pack(tensor) if self.recorder is not None else -1
         if self.evictor is not None:
@@ -223,7 +225,8 @@ class Runner:
         if row is None:
             self._stray(f"{region.name} saves another tensor than in the trace")
             return Kept(tensor, note)
-        self._advance(row.packed)
+        if script.due:
+            self._advance(row.packed)
         storage = row.storage
         dropped = storage in script.dropped
         wanted = frame is not None and storage in frame.how.wants

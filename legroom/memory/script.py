@@ -63,12 +63,11 @@ class Script:
         self.block_at = {(b.module, b.call): i for i, b in enumerate(step.blocks)}
         self.due = sorted(self._due())
         self.replays: dict[int, Replay] = {b: self._replay(b) for b in self.variants}
-        moving = moving_blocks(step, [*plan.moves, *plan.compressions])
-        self.watched = moving | self.variants.keys()
-        self.plain = {b for b, r in self.replays.items() if r.runs is None and not r.wants} - moving
-        """Blocks that run again whole, with nothing else to do in them."""
-        self.patterns: dict[int, tuple[type, ...]] = {}
-        """What became of each save of a block, as steps have shown."""
+        self.moving = moving_blocks(step, [*plan.moves, *plan.compressions])
+        """Blocks all of whose saves tell what is due."""
+        self.watched = self.moving | self.variants.keys()
+        self.patterns: dict[int, tuple[Row | None, ...]] = {}
+        """The saves of a block that matter, by their number: filled in as steps show it."""
         self.offsets, self.tier_bytes = self._layout()
 
     def _rows(self, block: int) -> list[Row]:

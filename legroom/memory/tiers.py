@@ -28,6 +28,7 @@ class Tiers:
         self._slab: Slab | None = None
         self._disk: DiskFile | None = None
         self._lanes: Lanes | None = None
+        self._staging = 0
 
     def lanes_for(self, room: Mapping[str, int]) -> Lanes | None:
         """Lanes with this much room per tier; None if there is nothing to move."""
@@ -35,13 +36,15 @@ class Tiers:
         if not host and not disk:
             return None
         staging = STAGING_BYTES if disk and self.device.type == "cuda" else 0
-        have_host = self._slab.num_bytes if self._slab else 0
+        have_host = self._slab.num_bytes - self._staging if self._slab else 0
         have_disk = self._disk.num_bytes if self._disk else 0
-        if self._lanes is not None and have_host >= host + staging and have_disk >= disk:
+        enough = have_host >= host and have_disk >= disk and self._staging >= staging
+        if self._lanes is not None and enough:
             return self._lanes
         self.close()
+        self._staging = staging
         if host + staging:
-            self._slab = Slab(max(host + staging, have_host), pin=self.device.type == "cuda")
+            self._slab = Slab(max(host, have_host) + staging, pin=self.device.type == "cuda")
         if disk:
             self._disk = DiskFile(self.disk_dir, max(disk, have_disk))
         self._lanes = make_lanes(

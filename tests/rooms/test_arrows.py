@@ -30,6 +30,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/profile.py",
     "legroom/memory/recorder.py",
     "legroom/memory/replay.py",
+    "legroom/memory/region.py",
     "legroom/memory/run.py",
     "legroom/memory/saved.py",
     "legroom/memory/signature.py",

@@ -120,11 +120,14 @@ def test_the_fastest_plan_is_put_back() -> None:
     kind = kind_of(full)
     first = kind.plan
     measure(kind, 9.0, 1.0, 1.0, 1.0)
-    assert kind.judge() and kind.plan is first
-    kind.plan = msgspec.structs.replace(first, why="another")
+    kind.judge(last=False)
+    assert kind.plan is first
+    kind.plan = second = msgspec.structs.replace(first, why="another")
     kind.measurements.clear()
     measure(kind, 9.0, 2.0, 2.0, 2.0)
-    assert not kind.judge()
+    kind.judge(last=False)
+    assert kind.plan is second, "it can still teach something"
+    kind.judge(last=True)
     assert kind.plan is first and not kind.measurements
 
 

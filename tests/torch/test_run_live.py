@@ -392,3 +392,21 @@ def test_the_measured_timeline_tops_out_at_the_measured_peak() -> None:
     assert timeline is not None and measured is not None
     assert max(timeline.bytes_by_kind["measured"]) == measured.device_bytes
     assert list(timeline.times_s) == sorted(timeline.times_s)
+
+
+def test_a_step_without_room_is_planned_with_less() -> None:
+    """An allocator found no room: the error says what is done, and the next plan is tighter."""
+    model, batch = stack(Mlp), rows()
+    with fitted(model, "auto") as job:
+        for _ in range(4):
+            with job.step():
+                model(batch).sum().backward()
+        job.meter.overhead = lambda budget: int(budget * job.meter.slack)  # as on CUDA
+        before = job.current.plan.budget["device"]
+        with pytest.raises(torch.OutOfMemoryError) as caught, job.step():
+            model(batch)
+            raise torch.OutOfMemoryError("no room")
+        assert "run this step" in " ".join(caught.value.__notes__)
+        with job.step():
+            model(batch).sum().backward()
+        assert job.current.plan.budget["device"] < before
