@@ -22,6 +22,8 @@ GRAIN = 20 << 20
 """The allocator takes memory by this much, and looks at the cap before it rounds up."""
 MOST_SLACK = 0.15
 """Share of a budget that may be left to the allocator, at most."""
+MOST_TIMES = 4
+"""How often one layout is made: where plans take turns, making it anew costs more than it saves."""
 WALL = 2 << 20
 """Device bytes kept between two stretches, so that they are not merged."""
 
@@ -65,7 +67,7 @@ class Meter(ABC):
         return 0
 
     def pressed(self) -> bool:
-        """Whether the allocator ran into its cap since last asked; it will be given more room."""
+        """Whether the allocator ran into its cap since last asked."""
         return False
 
     def give_way(self, share: float) -> None:
@@ -158,7 +160,8 @@ class CudaMeter(Meter):
         self._limit = 0
         self._grows = False
         self._walls: list[torch.Tensor] = []
-        self._given: set[tuple[int, ...]] = set()
+        self._room: tuple[int, ...] = ()
+        self._given: dict[tuple[int, ...], int] = {}
         self._retries = 0
         self._host_s = 0.0
         self._begin, self._end = timing_event(), timing_event()
@@ -201,8 +204,6 @@ class CudaMeter(Meter):
     def pressed(self) -> bool:
         """Whether allocations had to wait for cached memory to be given back: that is slow."""
         before, self._retries = self._retries, self._count_retries()
-        if self._retries > before:
-            self.give_way(self.SLACK)
         return self._retries > before
 
     def _count_retries(self) -> int:
@@ -225,9 +226,11 @@ class CudaMeter(Meter):
         memory, even where most of it is mapped already; the allocator then gives all free memory
         back and maps it again, every step. With the whole room mapped it never has to grow.
         """
-        if not self._grows or not stretches or tuple(stretches) in self._given:
+        wanted = tuple(stretches)
+        times = self._given.get(wanted, 0)
+        if not self._grows or wanted in ((), self._room) or times == MOST_TIMES:
             return
-        self._given.add(tuple(stretches))
+        self._room, self._given[wanted] = wanted, times + 1
         self._walls.clear()
         torch.cuda.empty_cache()
         sizes = [*stretches[:-1], self._limit - MARGIN - sum(stretches[:-1])]
@@ -258,6 +261,7 @@ class CudaMeter(Meter):
     def uncap(self) -> None:
         """Allow the whole device again."""
         self._walls.clear()
+        self._room = ()
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 

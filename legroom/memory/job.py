@@ -10,7 +10,6 @@ made anew.
 """
 
 import contextlib
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +26,7 @@ from legroom.memory.calibrate import as_predicted, learn, to_scale
 from legroom.memory.device import Meter, make_meter
 from legroom.memory.kinds import Kind, Measurement
 from legroom.memory.online import make_evictor
-from legroom.memory.plan import Plan
-from legroom.memory.planner import make_placed_plan, make_plan
+from legroom.memory.planner import make_placed_plan, make_safe_plan
 from legroom.memory.profile import (
     StandInLoss,
     capture_fake,
@@ -46,18 +44,15 @@ from legroom.memory.simulate import Simulator
 from legroom.memory.tiers import Tiers
 from legroom.memory.timeline import predicted_timeline
 from legroom.memory.timers import CpuTimer, CudaTimer
-from legroom.memory.trace import Step
 from legroom.memory.verify import Snapshot, Verdict, verify_step
 
-SAFE = 0.88
-"""Share of the budget that the first, unmeasured plan of a signature may use."""
 WARM = 2
 """Visits before a signature is recorded."""
 SETTLED = 4
 """Measured steps before a plan is judged."""
 MAX_REPLANS = 3
-OFF_BY = 0.04
-"""Share of the budget that a plan is taken to be off by where the allocator found no room."""
+PRESSED, OFF_BY = 0.015, 0.04
+"""Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
 
 
 class MemoryJob:
@@ -190,23 +185,12 @@ class MemoryJob:
             self._busy = False
         held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
         kind.capture = with_others(kind.capture, self.meter.found(), held)
-        kind.plan = self._safe_plan(kind.capture.step, loss.num_bytes)
+        unseen = (loss.num_bytes + self.meter.scratch, loss.num_bytes, 0)
+        budget, step = self.planning_budget(), kind.capture.step
+        kind.plan = make_safe_plan(
+            step, self.machine, budget, self.policy, lossy=self.lossy, unseen=unseen
+        )
         kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
-
-    def _safe_plan(self, step: Step, loss_bytes: int) -> Plan:
-        """A plan for steps not yet measured: with room for what fake tensors do not show.
-
-        Those are scratch memory, and a loss computed outside the model.
-        """
-        budget = self.planning_budget()
-        room = int(budget["device"] * SAFE)
-        names = ("keep_all", "recompute_all", "auto") if self.policy == "auto" else ()
-        bare = room - loss_bytes
-        for device, name in itertools.product((bare - self.meter.scratch, bare, room), names):
-            with contextlib.suppress(BudgetError):
-                tight = {**budget, "device": device}
-                return make_plan(step, self.machine, tight, name, lossy=self.lossy)
-        return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy)
 
     def _plan(self, kind: Kind) -> None:
         assert kind.capture is not None
@@ -231,7 +215,7 @@ class MemoryJob:
             if lanes is not None:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
-            self.meter.make_room(kind.placement.stretches)
+        self.meter.make_room(kind.placement.stretches)
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
@@ -308,10 +292,14 @@ class MemoryJob:
         pressed = self.meter.pressed() and not kind.placement.missing_bytes
         kind.still = kind.replans >= MAX_REPLANS or (as_predicted(kind) and not pressed)
         kind.judge(last=kind.still)
-        if not kind.still:
-            kind.replans += 1
+        if kind.still:
+            return
+        kind.replans += 1
+        if pressed:  # the allocator took the time, which says nothing of ops, links or host
+            self.meter.give_way(PRESSED)
+        else:
             self.machine = learn(kind, self.machine)
-            self._plan(kind)
+        self._plan(kind)
 
     def _give_way(self, error: BaseException) -> None:
         """If the allocator found no room where the plan saw some, plan with less from now on."""

@@ -1,5 +1,7 @@
 """From a policy's name to a checked plan, or by how much it misses."""
 
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -54,6 +56,8 @@ Policy = Callable[[Problem], Choice]
 POLICIES: Registry[Policy] = Registry("policy")
 
 
+SAFE = 0.88
+"""Share of the budget that a plan for steps not yet measured may use."""
 SHARES = (1.0, 0.955, 0.92)
 """Shares of the device's budget to plan for, until an allocator finds room for all tensors."""
 FAR = 0.7
@@ -97,6 +101,29 @@ def make_plan(
         if outcome.peak_bytes.get(tier, 0) > limit:
             raise budget_error(plan, step, tier)
     return plan
+
+
+def make_safe_plan(
+    step: Step,
+    machine: Machine,
+    budget: Mapping[str, int],
+    policy: str,
+    *,
+    lossy: bool = False,
+    unseen: Sequence[int] = (0,),
+) -> Plan:
+    """A plan for steps not yet measured: with room for what fake tensors do not show.
+
+    That is scratch memory, a loss computed outside the model, and what libraries take: `unseen`
+    bytes, the first of these that can be had.
+    """
+    names = ("keep_all", "recompute_all", "auto") if policy == "auto" else ()
+    room = int(budget["device"] * SAFE)
+    for num_bytes, name in itertools.product(unseen, names):
+        with contextlib.suppress(BudgetError):
+            tight = {**budget, "device": room - num_bytes}
+            return make_plan(step, machine, tight, name, lossy=lossy)
+    return make_plan(step, machine, budget, policy, lossy=lossy)
 
 
 def make_placed_plan(

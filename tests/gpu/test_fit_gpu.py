@@ -17,7 +17,7 @@ pytestmark = [
 
 JOBS = {
     "transformer": {"batch": 64},
-    "convnet": {"batch": 256},
+    "convnet": {"batch": 1024},
     "llama-tiny": {"batch": 64, "sequence": 256},
 }
 
