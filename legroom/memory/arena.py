@@ -7,6 +7,8 @@ the smaller ones and leave the largest whole for large tensors. Blocks that are 
 step lie elsewhere and leave no gaps.
 """
 
+import itertools
+import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,6 +23,8 @@ SMALL_BYTES = 1 << 20
 
 NUM_SPLITS = 24
 """Ways to split the room that are tried."""
+NUM_DRAWS = 80
+"""Ways drawn by lot, where some tensors are large."""
 MAX_STRETCHES = 16
 
 Stay = tuple[int, int, int]
@@ -52,14 +56,31 @@ def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placem
     if over > 0:
         return Placement((room,), over)
     best = Placement((room,), 1 << 62)
-    for i in range(NUM_SPLITS):
-        stretches = _split(room, room - room * i // NUM_SPLITS)
+    for stretches in _splits(room, large):
         missing = _missing(large, stretches)
         if missing < best.missing_bytes:
             best = Placement(stretches, missing)
         if not missing:
             break
     return best
+
+
+def _splits(room: int, large: Sequence[Event]) -> Iterator[tuple[int, ...]]:
+    """Ways to divide a room in which these are to lie."""
+    for i in range(NUM_SPLITS):
+        yield _split(room, room - room * i // NUM_SPLITS)
+    # Places just for the largest, and the rest for the others: those find it first, being smaller.
+    tensor = max((size for _, _, size in large), default=0)
+    place = -(-tensor // ROUND_BYTES) * ROUND_BYTES
+    if place < room // 20:
+        return
+    count = _most((is_start, n, 1) for is_start, n, size in large if size == tensor)
+    rest, draw = room - count * place, random.Random(0)
+    for i in range(NUM_DRAWS if rest > 0 else 0):
+        cuts = [draw.random() for _ in range(i % MAX_STRETCHES)]
+        edges = [int(rest * cut) // ROUND_BYTES * ROUND_BYTES for cut in (0, *sorted(cuts))]
+        parts = [b - a for a, b in itertools.pairwise((*edges, rest))]
+        yield tuple(sorted((*[place] * count, *parts)))
 
 
 def _split(room: int, largest: int) -> tuple[int, ...]:

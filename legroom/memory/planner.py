@@ -58,7 +58,7 @@ POLICIES: Registry[Policy] = Registry("policy")
 
 SAFE = 0.88
 """Share of the budget that a plan for steps not yet measured may use."""
-SHARES = (1.0, 0.955, 0.92)
+SHARES = (1.0, 0.965, 0.93)
 """Shares of the device's budget to plan for, until an allocator finds room for all tensors."""
 FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
