@@ -78,7 +78,7 @@ def fit(
     _ = POLICIES[policy]
     device = model_device(model)
     _check_optimizer(model, optimizer)
-    found = find_machine(machine) if machine is not None else cached_probe(device.type)
+    found = find_machine(machine) if machine else cached_probe(device.type, disk_dir)
     limits = read_budget(budget, found, device, disk_dir)
     return Job(
         model,

@@ -107,17 +107,20 @@ def probe(
     return machine.check()
 
 
-def cached_probe(device: str | None = None) -> Machine:
-    """A quick probe, kept in the user's cache directory; tiers are always read anew."""
-    target = _target(device)
-    path = _cache_path(_name(target))
+def cached_probe(device: str | None = None, directory: str | None = None) -> Machine:
+    """A quick probe, kept in the user's cache directory; tiers are always read anew.
+
+    There is one for each drive. Raises as `probe` does.
+    """
+    target, place = _target(device), directory or tempfile.gettempdir()
+    path = _cache_path(_name(target), place)
     try:
         machine = Machine.load(path)
         if machine.name == _name(target):
-            return msgspec.structs.replace(machine, tiers=_tiers(target, tempfile.gettempdir()))
+            return msgspec.structs.replace(machine, tiers=_tiers(target, place))
     except (InputError, RecordError):
         pass  # none yet, or damaged: measure
-    machine = probe(str(target), quick=True)
+    machine = probe(str(target), directory=place, quick=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         machine.save(path)
@@ -126,9 +129,14 @@ def cached_probe(device: str | None = None) -> Machine:
     return machine
 
 
-def _cache_path(name: str) -> Path:
+def _cache_path(name: str, directory: str) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "legroom" / f"machine-{name}-{torch.__version__}.json"
+    try:
+        drive, usual = (os.stat(x).st_dev for x in (directory, tempfile.gettempdir()))
+    except OSError as error:
+        raise disk_error(directory, error) from None
+    other = "" if drive == usual else f"-drive{drive}"
+    return Path(root) / "legroom" / f"machine-{name}-{torch.__version__}{other}.json"
 
 
 def _target(device: str | None) -> torch.device:

@@ -2,8 +2,12 @@
 
 import errno
 import os
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -130,9 +134,9 @@ def test_the_cache_serves_a_later_process(tmp_path: Path, monkeypatch: pytest.Mo
     measure = probing.probe
     calls: list[str | None] = []
 
-    def counted(device: str | None = None, *, quick: bool = False) -> Machine:
+    def counted(device: str | None = None, **given: Any) -> Machine:
         calls.append(device)
-        return measure(device, quick=quick)
+        return measure(device, **given)
 
     monkeypatch.setattr(probing, "probe", counted)
     again = cached_probe("cpu")
@@ -142,6 +146,31 @@ def test_the_cache_serves_a_later_process(tmp_path: Path, monkeypatch: pytest.Mo
     anew = cached_probe("cpu")
     assert calls == ["cpu"]
     assert Machine.load(path) == anew
+
+
+def test_each_drive_is_measured_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory on another drive has rates and room of its own; one that is not there is told."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked: list[str | None] = []
+
+    def told(device: str, *, directory: str, quick: bool) -> Machine:
+        asked.append(directory)
+        return msgspec.structs.replace(find_machine("l4"), name=probing._name(torch.device("cpu")))
+
+    monkeypatch.setattr(probing, "probe", told)
+    other, stat = tmp_path / "other", os.stat
+    other.mkdir()
+
+    def drives(path: object, *args: object, **kwargs: object) -> object:
+        moved = str(path) == str(other)
+        return SimpleNamespace(st_dev=-1) if moved else stat(path, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(probing.os, "stat", drives)
+    for directory in (None, str(other), str(other), str(tmp_path)):
+        cached_probe("cpu", directory)
+    assert asked == [tempfile.gettempdir(), str(other)]
+    with pytest.raises(TierError, match="nowhere"):
+        cached_probe("cpu", str(tmp_path / "nowhere"))
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
