@@ -170,8 +170,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def adopt(self, tensor: Tensor, sid: int) -> None:
         """These bytes are storage `sid`, come back for backward."""
-        self.storages[sid].lives += 1
-        self._table.put(tensor.untyped_storage(), (sid, True))
+        storage = tensor.untyped_storage()
+        if self._table.get(storage) != (sid, True):  # several tensors may lie in it
+            self.storages[sid].lives += 1
+            self._table.put(storage, (sid, True))
 
     def _died(self, value: tuple[int, bool]) -> None:
         sid, is_copy = value

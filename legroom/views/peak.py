@@ -91,7 +91,7 @@ def _storages(step: Step, plan: Plan) -> Iterator[Holding]:
     held = held_inputs(step, plan.recomputes)
     for s, storage in enumerate(step.storages):
         first = max(storage.birth, 0)
-        last = max(min(storage.death + 1, len(step.ops)), held[s][1] if s in held else 0)
+        last = min(max(storage.death + 1, held[s][1] if s in held else 0), len(step.ops))
         gone, back, note = away.get(s, (last, last, ""))
         gone = min(max(gone, storage.release + 1), last)
         until = min(storage.last + 1, last) if s in away else last

@@ -82,6 +82,20 @@ def test_peak_equals_the_simulated_one(every: int) -> None:
     assert peak.where == plan.predicted.peak_at
 
 
+def test_what_autograd_holds_to_the_end_is_part_of_the_peak() -> None:
+    """A dropped tensor whose node is never let go: its block's arguments stay as long."""
+    step = chain(3, 40, num_saved=2, output_bytes=16, weight_bytes=12)
+    end = len(step.ops)
+    long = {s for block in step.blocks for s in block.variants[0].drops}
+    storages = tuple(
+        msgspec.structs.replace(row, death=end, done=row.death) if s in long else row
+        for s, row in enumerate(step.storages)
+    )
+    step = msgspec.structs.replace(step, storages=storages).check()
+    plan = make_plan(step, [Recompute(block=b, variant="full") for b in range(3)])
+    assert find_peak(step, plan).num_bytes == plan.predicted.device_bytes
+
+
 def move(step: Step, storage: int) -> Move:
     out, back = step.packed(storage), step.first_use(storage)
     return Move(

@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
-from tests.torch.nets import WIDTH, ConvNorm, Each, Mlp, images, rows, stack
+from tests.torch.nets import (
+    WIDTH,
+    Attention,
+    ConvNorm,
+    Each,
+    Mlp,
+    images,
+    rows,
+    stack,
+    texts,
+)
 from tests.torch.support import LIVE, Start, fitted, live_check, weigh
 
 EACH = pytest.mark.parametrize("policy", LIVE)
@@ -410,3 +420,25 @@ def test_a_step_without_room_is_planned_with_less() -> None:
         with job.step():
             model(batch).sum().backward()
         assert job.current.plan.budget["device"] < before
+
+
+@EACH
+@pytest.mark.parametrize("make", [Mlp, Attention, ConvNorm])
+def test_a_step_recorded_under_a_plan_has_the_lives_of_the_plain_one(
+    policy: str, make: Callable[[], nn.Module]
+) -> None:
+    """What is dropped, moved or shrunk while recorded is taken down as if it had stayed."""
+    batch = {Mlp: rows, Attention: texts, ConvNorm: images}[make]()
+    lives = []
+    for way in ("keep_all", policy):
+        model = stack(make)
+        with fitted(model, way) as job:
+            for _ in range(3):
+                with job.step():
+                    model(batch).sum().backward()
+                model.zero_grad()
+            step = job.current.capture.step
+        assert step.capture == "real"
+        saved = sorted(step.saves)
+        lives.append([(s, step.storages[s].birth, step.storages[s].death) for s in saved])
+    assert lives[0] == lives[1]
