@@ -106,6 +106,7 @@ class Runner:
         self.replayer.seconds = 0.0
         self._reset()
         self.mover.reset_counts()
+        self.mover.in_turn = recorder is not None and self.device.type == "cpu"
         idle = self.script is None or self.script.idle
         if idle and recorder is None and self.evictor is None:
             yield

@@ -14,6 +14,8 @@ class Mover:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lanes: Lanes | None = None
+        self.in_turn = False
+        """Let each copy end before anything else runs: for ops timed on the cores it would take."""
         self.out_bytes: dict[str, int] = {}
         self.in_bytes: dict[str, int] = {}
         self._owners: dict[tuple[str, int], weakref.ref[Entry]] = {}
@@ -43,6 +45,8 @@ class Mover:
         self._check_version(entry)
         entry.ticket = self.lanes.copy_out(entry.flat, entry.place)
         entry.state = State.LEAVING
+        if self.in_turn:
+            self.lanes.drain()
         place = entry.place
         self._owners[place.tier, place.offset] = weakref.ref(entry)
         self.out_bytes[place.tier] = self.out_bytes.get(place.tier, 0) + place.num_bytes
@@ -60,6 +64,8 @@ class Mover:
         entry.flat = torch.empty(entry.num_bytes, dtype=torch.uint8, device=self.device)
         entry.ticket = self.lanes.copy_in(entry.place, entry.flat)
         entry.state = State.COMING
+        if self.in_turn:
+            self.lanes.drain()
         tier = entry.place.tier
         self.in_bytes[tier] = self.in_bytes.get(tier, 0) + entry.num_bytes
 
