@@ -183,8 +183,10 @@ def _barred(
     call: RawCall, ops: list[RawOp], recorder: Recorder, storages: tuple[Storage, ...]
 ) -> str:
     """Why a second run of these ops would not be the same, or would change something."""
-    norms = (m for m in call.module.modules() if isinstance(m, _BatchNorm))
+    norms = [m for m in call.module.modules() if isinstance(m, _BatchNorm)]
     statistics = {recorder.sid(b, -1) for m in norms for b in m.buffers(recurse=False)}
+    counts = {recorder.sid(b, -1) for m in norms if (b := m.num_batches_tracked) is not None}
+    updated = {s for op in ops for s in op.writes} & statistics - counts
     given = set(call.inputs)
     inner = (c for c in recorder.calls if call.first_op <= c.first_op and c.last_op <= call.last_op)
     if any(c.strays for c in inner if c.path.startswith(call.path)):
@@ -198,6 +200,8 @@ def _barred(
         for s in op.writes:
             if storages[s].birth < call.first_op and s not in statistics:
                 return f"{op.name} changes {storages[s].name or 'its input'} in place"
+        if updated & set(op.reads).difference(op.writes):
+            return f"{op.name} reads running statistics that its forward also updates"
         for s in op.reads:
             foreign = storages[s].birth < call.first_op and storages[s].kind != Kind.WEIGHT
             if foreign and s not in given:
@@ -229,13 +233,17 @@ def same_calls(recorder: Recorder, like: Step) -> list[RawCall]:
 def set_releases(recorder: Recorder, like: Step | None) -> None:
     """Where kept storages would be free: as the fake trace says, or after the last access."""
     known: dict[int, int] = {}
+    phases = [op.phase for op in recorder.ops]
+    turn = phases.index(Phase.BACKWARD) if Phase.BACKWARD in phases else len(phases)
     if like is not None:
         for mine, theirs in zip(recorder.saved, like.saved, strict=False):
             storage = like.storages[theirs.storage]
             if recorder.storages[mine.storage].num_bytes != storage.num_bytes:
                 break
-            if mine.packed == theirs.packed and storage.release < like.turn:
-                known[mine.storage] = storage.release
+            if mine.packed == theirs.packed:
+                # What outlives the fake forward is held by who will let go of it at its end:
+                # autocast keeps the weights it has cast.
+                known[mine.storage] = min(storage.release, turn - 1)
             row = recorder.storages[mine.storage]
             if tuple(mine.unpacked) == theirs.unpacked and row.done is None and storage.done >= 0:
                 row.done = storage.done

@@ -263,7 +263,8 @@ class MemoryJob:
             signature=kind.signature,
         )
         kind.capture = to_scale(kind, with_others(kind.capture, found), self.machine)
-        kind.recorded = True
+        kind.recorded, kind.best = True, None
+        kind.start_anew()
         self._plan(kind)
 
     def _measure(self, kind: Kind) -> Callable[[], Measurement]:
@@ -299,7 +300,8 @@ class MemoryJob:
             self.meter.give_way(PRESSED)
         else:
             self.machine = learn(kind, self.machine)
-        self._plan(kind)
+        with contextlib.suppress(BudgetError):  # then the plan in force stays
+            self._plan(kind)
 
     def _give_way(self, error: BaseException) -> None:
         """If the allocator found no room where the plan saw some, plan with less from now on."""

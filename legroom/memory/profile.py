@@ -15,6 +15,7 @@ from legroom.core.errors import StepError
 from legroom.machine.spec import Machine
 from legroom.memory.blocks import find_blocks
 from legroom.memory.build import build_step, op_forms, same_calls, set_releases
+from legroom.memory.escape import let_go
 from legroom.memory.fake import (
     fake_device,
     fake_hooks,
@@ -22,10 +23,11 @@ from legroom.memory.fake import (
     fake_weights,
     run_small_for_real,
 )
-from legroom.memory.mechanisms.recompute import attributes_kept
+from legroom.memory.mechanisms.attributes import attributes_kept
 from legroom.memory.mechanisms.tape import OpForm
 from legroom.memory.recorder import Recorder
 from legroom.memory.roofline import op_time
+from legroom.memory.saved import has_storage
 from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.trace import Kind, Op, Phase, Step, Storage
 from legroom.memory.variants import with_variants
@@ -89,9 +91,13 @@ def capture_fake(
             _note_gradients(recorder, weights)
             chosen = find_blocks(recorder, blocks)
             draft = build_step(recorder, chosen, model=type(model).__name__, machine=machine)
-        del inputs, weights
+            forms = op_forms(recorder)
+        recorder.calls.clear()
+        del inputs, weights, chosen
+    if recorder.num_live():
+        let_go(mode)
     step = with_variants(_with_update(draft, optimizer, machine, signature))
-    return Capture(step, op_forms(recorder))
+    return Capture(step, forms)
 
 
 def capture_real(
@@ -248,5 +254,5 @@ def held_bytes(
     states = dict(optimizer.state) if optimizer else {}
     grads = [p.grad for p in model.parameters()]
     leaves = (*model.parameters(), *model.buffers(), *grads, *tree_leaves((states, batch)))
-    tensors = (x for x in leaves if isinstance(x, Tensor))
+    tensors = (x for x in leaves if isinstance(x, Tensor) and has_storage(x))
     return sum(x.nbytes for x in tensors if x.device.type == device.type)

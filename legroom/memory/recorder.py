@@ -168,6 +168,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._table.put(storage, (len(self.storages) - 1, False))
         return len(self.storages) - 1
 
+    def num_live(self) -> int:
+        """How many storages it knows are still there."""
+        return self._table.live()
+
     def adopt(self, tensor: Tensor, sid: int) -> None:
         """These bytes are storage `sid`, come back for backward."""
         storage = tensor.untyped_storage()

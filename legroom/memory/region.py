@@ -30,7 +30,7 @@ class Region:
         self.row: Row | None = None
         """The one at hand, if it is known."""
         self._pattern: tuple[Row | None, ...] | None = None
-        self._learns = self.sure = False
+        self._learns = self._strayed = self.sure = False
         if script is not None:
             watched = recording or block in script.watched
             self.rows = script.rows.get(block, []) if watched else None
@@ -73,7 +73,7 @@ class Region:
             ordinal, self._ordinal = self._ordinal, self._ordinal + 1
             self.row = self.rows[ordinal] if self.rows and ordinal < len(self.rows) else None
         if self.row is None or self.row.num_bytes != num_bytes:
-            self.row = None
+            self.row, self._strayed = None, True
             if self.frame is not None:
                 self.frame.whole = True
         return self.row
@@ -94,6 +94,7 @@ class Region:
             as_traced = self._count == len(self._pattern)
         else:
             as_traced = self._ordinal == len(self.rows)
+        as_traced = as_traced and not self._strayed
         if self.frame is not None:
             self.frame.whole |= not as_traced
         if not as_traced:

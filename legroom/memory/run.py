@@ -68,6 +68,7 @@ class Runner:
         self._entries: dict[int, weakref.ref[Entry]] = {}
         self._calls: dict[str, int] = {}
         self._depth = self._due = 0
+        self._counted: list[bool] = []
         self._region = self._outside = Region(self.script, OUTSIDE, self.recorder is not None)
 
     # -- install -----------------------------------------------------------------------------
@@ -97,6 +98,7 @@ class Runner:
     def remove(self) -> None:
         """Take all hooks out of the model."""
         self._hooks.remove()
+        forget_surroundings()
         self.script = self.evictor = None
 
     @contextlib.contextmanager
@@ -137,7 +139,9 @@ class Runner:
     # -- blocks ------------------------------------------------------------------------------
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.replayer.running or not torch.is_grad_enabled() or in_backward():
+        counts = not self.replayer.running and torch.is_grad_enabled() and not in_backward()
+        self._counted.append(counts)
+        if not counts:
             return
         assert self.script is not None
         if self._region is not self._outside:  # inside of another block, as it was not in the trace
@@ -152,7 +156,7 @@ class Runner:
         how, self._watch = self.script.replays.get(block), contextlib.ExitStack()
         if how is not None:
             with self._quiet():
-                region.frame = open_frame(block, how, module, (args, kwargs), self.device)
+                region.frame = open_frame(how, module, (args, kwargs), self.device)
         if region.rows is not None and self._outside.rows is None:
             self._watch.enter_context(self._saving())
         if region.frame is not None and region.frame.tape is not None:
@@ -160,7 +164,7 @@ class Runner:
         self._region = region
 
     def _leave(self) -> None:
-        if self.replayer.running or in_backward():
+        if not self._counted or not self._counted.pop():
             return
         if self._depth:
             self._depth -= 1
@@ -184,7 +188,7 @@ class Runner:
         assert held.kept is not None
         tensor = held.kept.tensor
         entry = self._entry_of(tensor)
-        if entry is not None and entry.place is not None:
+        if entry is not None and entry.place is not None and entry.version == held.kept.version:
             held.handle = Handle(entry, ViewOf.of(tensor), held.kept.version)
             held.kept = None
 
@@ -205,9 +209,8 @@ class Runner:
         return packed
 
     def _pack_ours(self, tensor: Tensor) -> object:
-        if not self._region.sure and (
-            in_backward() or not is_ours(tensor, self.device, self.weights)
-        ):
+        ours = self._region.sure or is_ours(tensor, self.device, self.weights)
+        if not ours or (in_backward() and not self._region.sure):
             return tensor, tensor._version
         note = self.recorder.pack(tensor) if self.recorder is not None else -1
         if self.evictor is not None:

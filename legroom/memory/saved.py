@@ -41,6 +41,10 @@ class StorageTable(Generic[T]):
 
         self._rows[key] = (weakref.ref(storage, forget), value)
 
+    def live(self) -> int:
+        """How many storages are still there."""
+        return sum(link() is not None for link, _ in self._rows.values())
+
     def clear(self) -> None:
         """Forget all, quietly."""
         self._rows.clear()

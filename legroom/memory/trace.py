@@ -240,7 +240,7 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
             if storage.num_bytes < 0 or not -1 <= storage.birth <= storage.death <= len(self.ops):
                 raise RecordError(f"storage {s} ({storage.name}): lifetime or size out of range")
             if not -1 <= storage.done <= storage.death:
-                raise RecordError(f"storage {i} ({storage.name}): done outside its life")
+                raise RecordError(f"storage {s} ({storage.name}): done outside its life")
             if not storage.birth - 1 <= storage.release <= storage.death:
                 raise RecordError(f"storage {s} ({storage.name}): release outside its lifetime")
         for k, row in enumerate(self.saved):

@@ -23,6 +23,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/fake.py",
     "legroom/memory/job.py",
     "legroom/memory/calibrate.py",
+    "legroom/memory/escape.py",
     "legroom/memory/kinds.py",
     "legroom/memory/mechanisms/*",
     "legroom/memory/online.py",

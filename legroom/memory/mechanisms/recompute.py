@@ -6,17 +6,21 @@ soon as all that was dropped is back. Where only some ops run again, a tape does
 """
 
 import contextlib
+import ctypes
+import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from legroom.core.errors import StepError
+from legroom.memory.mechanisms.attributes import attributes_of, attributes_set
 from legroom.memory.mechanisms.entry import Dropped, Handle, Kept
 from legroom.memory.mechanisms.tape import Tape
 from legroom.memory.saved import is_weight
@@ -44,7 +48,6 @@ class Held:
 class Frame:
     """One call of a block that will be run again."""
 
-    block: int
     how: Replay
     module: nn.Module
     args: Any
@@ -54,6 +57,8 @@ class Frame:
     autocast: "Autocast"
     versions: tuple[int, ...]
     """Versions of the module's parameters in the first run."""
+    attributes: list[dict[str, Any]]
+    """Of the module and those in it, in the first run; none where a tape needs no module."""
     whole: bool = False
     """The call did not go as traced: nothing may be skipped in its replay."""
     tape: Tape | None = None
@@ -69,9 +74,7 @@ class Frame:
             self.rng = None
 
 
-def open_frame(
-    block: int, how: Replay, module: nn.Module, args: Any, device: torch.device
-) -> Frame:
+def open_frame(how: Replay, module: nn.Module, args: Any, device: torch.device) -> Frame:
     """Remember a call that is about to run."""
     held: list[Held] = []
 
@@ -82,9 +85,12 @@ def open_frame(
         return held[-1]
 
     rng = RandomState.take(device)
-    versions = surroundings(module).versions()
+    around = surroundings(module)
+    attributes = [attributes_of(m, own) for m, own in around.own]
     kept_args = map_args(hold, args)
-    frame = Frame(block, how, module, kept_args, held, rng, autocast_state(device), versions)
+    frame = Frame(
+        how, module, kept_args, held, rng, autocast_state(device), around.versions(), attributes
+    )
     if how.runs is not None:
         frame.tape = Tape(how.forms, how.runs, [h.kept.tensor for h in held if h.kept])
     return frame
@@ -98,32 +104,63 @@ def map_args(change: Callable[[Any], Any], args: Any) -> Any:
     return tree_map(change, args)
 
 
+class NumpyState:
+    """The state of numpy's shared generator as raw bytes: asking numpy itself is a slow affair."""
+
+    def __init__(self) -> None:
+        self._of: Any = None
+        self._address = self._size = 0
+
+    def take(self) -> bytes:
+        """The state now; empty if it is no Mersenne twister."""
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is not self._of:
+            twister = type(generator) is np.random.MT19937
+            self._of, self._size = generator, 625 * 4 if twister else 0  # 624 words and a place
+            self._address = int(generator.ctypes.state_address) if twister else 0
+        return ctypes.string_at(self._address, self._size) if self._size else b""
+
+    def put(self, state: bytes) -> None:
+        """Set it back."""
+        if state and self.take():
+            ctypes.memmove(self._address, state, self._size)
+
+
+NUMPY = NumpyState()
+
+
 @dataclass(frozen=True)
 class RandomState:
-    """States of the default generators of CPU and device."""
+    """States of the generators everybody shares: torch's of CPU and device, Python's, numpy's."""
 
     cpu: bytes
     """As plain bytes: a tensor would count as memory of a CPU job."""
     device: Tensor | None
+    python: Any
+    numpy: bytes
 
     @classmethod
     def take(cls, device: torch.device) -> "RandomState":
         """The states now."""
         on_gpu = device.type == "cuda"
         cpu = torch.get_rng_state().numpy().tobytes()
-        return cls(cpu, torch.cuda.get_rng_state(device) if on_gpu else None)
+        gpu = torch.cuda.get_rng_state(device) if on_gpu else None
+        return cls(cpu, gpu, random.getstate(), NUMPY.take())
 
     def is_now(self, device: torch.device) -> bool:
         """Whether the generators are in these states."""
         now = RandomState.take(device)
         same = self.device is None or now.device is None or torch.equal(self.device, now.device)
-        return self.cpu == now.cpu and same
+        mine, theirs = (self.cpu, self.numpy, self.python), (now.cpu, now.numpy, now.python)
+        return same and mine == theirs
 
     def put(self, device: torch.device) -> None:
         """Set the generators back to these states."""
         torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
+        random.setstate(self.python)
+        NUMPY.put(self.numpy)
 
 
 Autocast = tuple[tuple[str, bool, torch.dtype, bool], ...]
@@ -148,7 +185,7 @@ def as_it_was(frame: Frame, device: torch.device) -> Iterator[None]:
             if then != now_on or enabled:
                 cast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
                 stack.enter_context(cast)
-        stack.enter_context(surroundings(frame.module).frozen())
+        stack.enter_context(surroundings(frame.module).as_then(frame.attributes))
         yield
 
 
@@ -158,7 +195,7 @@ def rewound(frame: Frame, device: torch.device) -> Iterator[None]:
     if surroundings(frame.module).versions() != frame.versions:
         raise StepError(
             f"a parameter or buffer of {frame.how.name} was changed between forward and backward, "
-            "and the plan runs that block again: step the optimizer after backward"
+            "or frozen or thawed, and the plan runs that block again: do that after backward"
         )
     if frame.rng is None:
         yield
@@ -176,23 +213,25 @@ class Surroundings:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
+        self.own = [(m, not type(m).__module__.startswith("torch.nn.")) for m in self.modules]
+        """Each module, and whether its forward is the user's own."""
         self.norms = [m for m in self.modules if isinstance(m, _BatchNorm)]
         plain = (m for m in self.modules if not isinstance(m, _BatchNorm))
         buffers = (b for m in plain for b in m.buffers(recurse=False))
         self.held = [*module.parameters(), *buffers]
 
     def versions(self) -> tuple[int, ...]:
-        """How often each parameter and buffer was changed in place."""
-        return tuple([x._version for x in self.held])
+        """How often each parameter and buffer was changed in place; odd if it wants gradients."""
+        return tuple([2 * x._version + x.requires_grad for x in self.held])
 
     @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Keep attributes and running statistics as they are: a replay must not count twice.
+    def as_then(self, attributes: list[dict[str, Any]]) -> Iterator[None]:
+        """Attributes as in the first run, put back after: a replay must not count twice.
 
         A norm layer that uses the batch's own statistics is given others to update, so that it
         saves as many tensors as in the first run.
         """
-        with attributes_kept(self.modules):
+        with attributes_set(self.own, attributes):
             for norm in self.norms:
                 if not norm.training:
                     continue
@@ -212,20 +251,6 @@ def stand_in(tensor: Tensor) -> Tensor:
     if key not in _stand_ins:
         _stand_ins[key] = torch.zeros_like(tensor)
     return _stand_ins[key]
-
-
-@contextlib.contextmanager
-def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put the attributes and buffers of modules back as they were, whatever runs inside."""
-    before = [(m, dict(m.__dict__), dict(m._buffers)) for m in modules]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
 
 
 _known: "weakref.WeakKeyDictionary[nn.Module, Surroundings]" = weakref.WeakKeyDictionary()

@@ -1,0 +1,77 @@
+"""Fake tensors that outlive their capture, in caches that the model or its hooks keep.
+
+Left there they would meet real ones in the next step, and a step of fake tensors trains nothing
+without a word. Caches by `functools` are emptied, plain lists and dicts are rid of them; what is
+held otherwise is told.
+"""
+
+import functools
+import gc
+import warnings
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+MAX_CLIMB = 3
+"""How deep in tuples a cached tensor may lie."""
+
+
+def let_go(mode: FakeTensorMode) -> None:
+    """Take all tensors of a mode out of what holds them; warns where that cannot be done."""
+    torch.clear_autocast_cache()
+    gc.collect()
+    if not _fakes(mode):
+        return
+    for cache in [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]:
+        if _holds(cache, mode):
+            cache.cache_clear()
+    found = _fakes(mode)
+    while found:
+        _take_out(found.pop())
+    gc.collect()
+    left = _fakes(mode)
+    if left:
+        holders = {type(h).__name__ for x in left for h in gc.get_referrers(x) if h is not left}
+        warnings.warn(
+            f"legroom: {len(left)} fake tensors of its capture are still held by the model or its "
+            f"hooks (in objects of type {', '.join(sorted(holders)) or 'unknown'}). Real steps may "
+            "meet them: keep cached tensors in the model's attributes, or fill the cache before",
+            stacklevel=3,
+        )
+
+
+def _fakes(mode: FakeTensorMode) -> list[FakeTensor]:
+    return [x for x in gc.get_objects() if type(x) is FakeTensor and x.fake_mode is mode]
+
+
+def _holds(cache: Any, mode: FakeTensorMode) -> bool:
+    """Whether a cache keeps a fake tensor, itself or in tuples."""
+    level = gc.get_referents(cache)
+    for _ in range(MAX_CLIMB + 2):
+        if any(type(x) is FakeTensor and x.fake_mode is mode for x in level):
+            return True
+        kinds = (tuple, list, dict)
+        level = [y for x in level if type(x) in kinds or _is_link(x) for y in gc.get_referents(x)]
+    return False
+
+
+def _is_link(x: Any) -> bool:
+    return type(x).__name__ == "_lru_list_elem"
+
+
+def _take_out(value: Any, depth: int = 0) -> None:
+    """Remove a value from the lists and dicts it is in, with the tuples around it."""
+    for holder in gc.get_referrers(value):
+        if type(holder) is dict and not _is_namespace(holder):
+            for key in [k for k, v in holder.items() if v is value]:
+                del holder[key]
+        elif type(holder) is list:
+            holder[:] = [x for x in holder if x is not value]
+        elif type(holder) is tuple and depth < MAX_CLIMB:
+            _take_out(holder, depth + 1)
+
+
+def _is_namespace(table: dict[Any, Any]) -> bool:
+    """Whether a dict is the attributes of something: those are expected to be there."""
+    return any(getattr(x, "__dict__", None) is table for x in gc.get_referrers(table))
