@@ -1,5 +1,6 @@
 """The public functions: fit, estimate, trace, verify."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def fit(
     _ = POLICIES[policy]
     device = model_device(model)
     _check_optimizer(model, optimizer)
+    _check_cache(model)
     found = find_machine(machine) if machine else cached_probe(device.type, disk_dir)
     limits = read_budget(budget, found, device, disk_dir)
     return Job(
@@ -91,6 +93,17 @@ def fit(
         disk_dir=disk_dir,
         lossy=lossy,
     )
+
+
+def _check_cache(model: nn.Module) -> None:
+    """Warn of a setting that spoils plans for models of transformers."""
+    if model.training and getattr(getattr(model, "config", None), "use_cache", False) is True:
+        warnings.warn(
+            "legroom: transformers keeps keys and values (config.use_cache=True), which training "
+            "does not need and which bars its layers from being recomputed: set "
+            "model.config.use_cache = False",
+            stacklevel=3,
+        )
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -108,16 +108,12 @@ def probe(
 
 
 def cached_probe(device: str | None = None, directory: str | None = None) -> Machine:
-    """A quick probe, kept in the user's cache directory; tiers are always read anew.
-
-    There is one for each drive. Raises as `probe` does.
-    """
+    """A quick probe, one for each drive, kept in the user's cache; tiers are always read anew."""
     target, place = _target(device), directory or tempfile.gettempdir()
-    path = _cache_path(_name(target), place)
+    tiers, path = _tiers(target, place), _cache_path(_name(target), place)
     try:
-        machine = Machine.load(path)
-        if machine.name == _name(target):
-            return msgspec.structs.replace(machine, tiers=_tiers(target, place))
+        if (machine := Machine.load(path)).name == _name(target):
+            return msgspec.structs.replace(machine, tiers=tiers)
     except (InputError, RecordError):
         pass  # none yet, or damaged: measure
     machine = probe(str(target), directory=place, quick=True)
@@ -131,12 +127,9 @@ def cached_probe(device: str | None = None, directory: str | None = None) -> Mac
 
 def _cache_path(name: str, directory: str) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    try:
-        drive, usual = (os.stat(x).st_dev for x in (directory, tempfile.gettempdir()))
-    except OSError as error:
-        raise disk_error(directory, error) from None
-    other = "" if drive == usual else f"-drive{drive}"
-    return Path(root) / "legroom" / f"machine-{name}-{torch.__version__}{other}.json"
+    drive, usual = os.stat(directory).st_dev, os.stat(tempfile.gettempdir()).st_dev
+    name += f"-{torch.__version__}" + ("" if drive == usual else f"-drive{drive}")
+    return Path(root) / "legroom" / f"machine-{name}.json"
 
 
 def _target(device: str | None) -> torch.device:

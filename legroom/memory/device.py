@@ -47,7 +47,7 @@ class Meter(ABC):
     """Share of the budget left to what the trace does not show."""
 
     @abstractmethod
-    def step(self, active: bool = True) -> contextlib.AbstractContextManager[None]:
+    def step(self) -> contextlib.AbstractContextManager[None]:
         """Measure one step."""
 
     @abstractmethod
@@ -108,10 +108,10 @@ class CpuMeter(Meter):
         self._start_ns = 0
 
     @contextlib.contextmanager
-    def step(self, active: bool = True) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
         """Measure one step; memory is counted from what the step finds on entry."""
         reports: list[tuple[int, int]] = []
-        counting = active and self.peaks
+        counting = self.peaks
         with memory_reports(reports) if counting else contextlib.nullcontext():
             start, start_ns = time.perf_counter(), time.time_ns()
             yield
@@ -167,7 +167,7 @@ class CudaMeter(Meter):
         self._begin, self._end = timing_event(), timing_event()
 
     @contextlib.contextmanager
-    def step(self, active: bool = True) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
         """Measure one step."""
         torch.cuda.reset_peak_memory_stats(self.device)
         self._begin, self._end = timing_event(), timing_event()

@@ -11,7 +11,10 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from legroom.core.errors import StepError
 
 MAX_CLIMB = 3
 """How deep in tuples a cached tensor may lie."""
@@ -30,14 +33,24 @@ def let_go(mode: FakeTensorMode) -> None:
     while found:
         _take_out(found.pop())
     gc.collect()
-    left = _fakes(mode)
-    if left:
-        holders = {type(h).__name__ for x in left for h in gc.get_referrers(x) if h is not left}
+    owners = sorted({name for x in _fakes(mode) for name in _owners(x)})
+    if owners:
         warnings.warn(
-            f"legroom: {len(left)} fake tensors of its capture are still held by the model or its "
-            f"hooks (in objects of type {', '.join(sorted(holders)) or 'unknown'}). Real steps may "
-            "meet them: keep cached tensors in the model's attributes, or fill the cache before",
+            "legroom: fake tensors of its capture are still held as attributes of "
+            f"{', '.join(owners)}. Real steps may meet them: keep cached tensors in the model's "
+            "own attributes, or fill that cache before",
             stacklevel=3,
+        )
+
+
+def check_real(model: nn.Module) -> None:
+    """Raise StepError if a step gave fake gradients: it has met tensors of a capture."""
+    fake = next((n for n, p in model.named_parameters() if type(p.grad) is FakeTensor), None)
+    if fake is not None:
+        raise StepError(
+            f"the gradient of {fake} is a fake tensor: the model has kept one from legroom's "
+            "capture where it cannot be taken out. Keep cached tensors in the model's own "
+            "attributes, or call the model once before legroom.fit"
         )
 
 
@@ -70,6 +83,13 @@ def _take_out(value: Any, depth: int = 0) -> None:
             holder[:] = [x for x in holder if x is not value]
         elif type(holder) is tuple and depth < MAX_CLIMB:
             _take_out(holder, depth + 1)
+
+
+def _owners(value: Any) -> list[str]:
+    """The types of the objects and the names of the modules that have it as an attribute."""
+    tables = [x for x in gc.get_referrers(value) if type(x) is dict]
+    found = [x for t in tables for x in gc.get_referrers(t) if getattr(x, "__dict__", None) is t]
+    return [getattr(x, "__name__", type(x).__name__) for x in found]
 
 
 def _is_namespace(table: dict[Any, Any]) -> bool:

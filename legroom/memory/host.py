@@ -15,7 +15,7 @@ from legroom.memory.actions import Compress, Move
 from legroom.memory.plan import moving_blocks
 from legroom.memory.trace import FULL, Phase, Step
 
-FRAME_S = 0.4e-3
+FRAME_S = 0.5e-3
 """Of a block call that will run again, in forward."""
 NOTE_S = 45e-6
 """Of each op looked at for a tape, in forward."""

@@ -24,6 +24,7 @@ from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, learn, to_scale
 from legroom.memory.device import Meter, make_meter
+from legroom.memory.escape import check_real
 from legroom.memory.kinds import Kind, Measurement
 from legroom.memory.online import make_evictor
 from legroom.memory.planner import make_placed_plan, make_safe_plan
@@ -234,6 +235,8 @@ class MemoryJob:
             warnings.warn("legroom: a step ran no forward of the fitted model", stacklevel=4)
             return
         kind.visits += 1
+        if kind.visits == 1:
+            check_real(self.model)
         strayed = bool(self.runner.deviation) and kind.recorded
         kind.strayed = kind.strayed + 1 if strayed else 0
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:

@@ -117,7 +117,7 @@ def make_safe_plan(
     That is scratch memory, a loss computed outside the model, and what libraries take: `unseen`
     bytes, the first of these that can be had.
     """
-    names = ("keep_all", "recompute_all", "auto") if policy == "auto" else ()
+    names = ("keep_all", "recompute_all", "auto") if policy == "auto" else (policy,)
     room = int(budget["device"] * SAFE)
     for num_bytes, name in itertools.product(unseen, names):
         with contextlib.suppress(BudgetError):

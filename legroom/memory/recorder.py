@@ -301,15 +301,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.saved[row].unpacked.append(len(self.ops))
         self.last_unpacked = row
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Let ops and module calls pass unseen."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
-
     # -- modules -----------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -33,8 +33,6 @@ class Replay(NamedTuple):
     """How a block runs again."""
 
     name: str
-    num_saves: int
-    """Saves the trace has in the block: another number means another way through it."""
     forms: tuple[Any, ...]
     """What each op of the block looked like; empty where nothing is skipped."""
     runs: frozenset[int] | None
@@ -92,7 +90,6 @@ class Script:
         read = {s for i in variant.replays for s in self.step.ops[i].reads}
         return Replay(
             name=block.name,
-            num_saves=len(self.rows[b]),
             forms=tuple(self._form(i, variant, read) for i in span) if selective else (),
             runs=frozenset(i - block.first for i in variant.replays) if selective else None,
             wants=frozenset(sources(self.step, b, variant)),

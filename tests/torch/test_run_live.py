@@ -1,8 +1,11 @@
 """A live job goes through all that training scripts do, and the results are those without it."""
 
 import copy
+import gc
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
+from legroom.memory.mechanisms.entry import Dropped
 from tests.torch.nets import (
     WIDTH,
     Attention,
@@ -442,3 +446,64 @@ def test_a_step_recorded_under_a_plan_has_the_lives_of_the_plain_one(
         saved = sorted(step.saves)
         lives.append([(s, step.storages[s].birth, step.storages[s].death) for s in saved])
     assert lives[0] == lives[1]
+
+
+def test_a_plan_that_cannot_be_made_tighter_stays() -> None:
+    """The allocator is pressed and the budget is the smallest there is: the step is not lost."""
+    model, batch = stack(Mlp), rows()
+    with fitted(model, "keep_all") as job:
+        for i in range(12):
+            with job.step():
+                model(batch).sum().backward()
+            model.zero_grad()
+            if i == 3:
+                job.budget["device"] = job.current.plan.predicted.device_bytes
+                job.meter.pressed = lambda: True
+                job.meter.overhead = lambda budget: int(budget * job.meter.slack)
+        assert job.current.replans > 0 and job.current.plan.policy == "keep_all"
+
+
+def test_a_new_recording_leaves_old_plans_behind() -> None:
+    """The fastest plan of another trace must not come back."""
+    model, batch = stack(Mlp), rows()
+    with fitted(model, "test_full") as job:
+        for i in range(8):
+            with job.step():
+                model(batch).sum().backward()
+            model.zero_grad()
+            if i == 5:
+                kind = job.current
+                kind.best = (0.0, kind.capture, kind.plan, kind.script, kind.placement)
+                kind.recorded = False
+        assert job.current.recorded and job.current.best is None
+
+
+def test_a_step_that_strays_teaches_no_pattern() -> None:
+    """As many tensors saved as traced, but others: the next step drops what the plan says."""
+    odd = False
+
+    def switch(block: Any, x: Tensor) -> Tensor:
+        h = block.up(x)
+        h = torch.tanh(h[: len(h) // 2]).repeat(2, 1) if odd else torch.tanh(h).repeat(1, 1)
+        return block.down(torch.sin(h))
+
+    model, counts = stack(lambda: Each(switch)), []
+    with fitted(model, "test_full") as job:
+        for i in range(6):
+            odd = i == 3
+            with job.step():
+                loss = model(rows(seed=i)).sum()
+                counts.append(sum(type(x) is Dropped for x in gc.get_objects()))
+                loss.backward()
+            model.zero_grad()
+    assert counts[4] == counts[5] == counts[2] > 0, counts
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_cache_that_training_does_not_need_is_told(cached: bool) -> None:
+    """Layers of transformers cannot be recomputed while they fill a cache."""
+    model = stack(Mlp)
+    model.config = SimpleNamespace(use_cache=cached)  # type: ignore[assignment]
+    told = pytest.warns(UserWarning, match="use_cache = False") if cached else nullcontext()
+    with told, fitted(model, "keep_all"):
+        pass

@@ -6,6 +6,7 @@ of its own, so that whatever it counts or collects is counted and collected once
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from math import inf
 from operator import is_
 from typing import Any
 
@@ -19,7 +20,7 @@ MAX_DEPTH = 4
 
 
 class Content:
-    """A container or a plain object, and what it held."""
+    """A container, and what it held."""
 
     __slots__ = ("items", "owner")
 
@@ -29,12 +30,11 @@ class Content:
     def restore(self) -> Any:
         """Give the container what it held, and return it."""
         items = _each(self.items, lambda x: x.restore() if isinstance(x, Content) else x)
-        place = vars(self.owner) if not isinstance(self.owner, list | dict | set) else self.owner
-        place.clear()
-        if isinstance(place, list):
-            place.extend(items)
+        self.owner.clear()
+        if isinstance(self.owner, list):
+            self.owner.extend(items)
         else:
-            place.update(items)
+            self.owner.update(items)
         return self.owner
 
     def copy(self) -> Any:
@@ -48,27 +48,15 @@ def _each(items: Any, change: Any) -> Any:
     return type(items)(change(value) for value in items)
 
 
-def content(
-    value: Any, *, objects: bool = False, seen: "set[int] | None" = None, depth: int = 0
-) -> Any:
-    """A value, or its Content if it is a container (or with `objects`, a plain object)."""
+def content(value: Any, most: float, seen: "set[int] | None" = None, depth: int = 0) -> Any:
+    """A value, or its Content if it is a container of at most so many items."""
     seen = set() if seen is None else seen
-    plain = type(value) in (list, dict, set)
-    if not plain and not (objects and _is_plain_object(value)):
+    if type(value) not in (list, dict, set) or id(value) in seen:
         return value
-    items = value if plain else vars(value)
-    if id(value) in seen or depth == MAX_DEPTH or (not objects and len(items) > MAX_ITEMS):
+    if depth == MAX_DEPTH or len(value) > most:
         return value
     seen.add(id(value))
-    return Content(
-        value, _each(items, lambda x: content(x, objects=objects, seen=seen, depth=depth + 1))
-    )
-
-
-def _is_plain_object(value: Any) -> bool:
-    kind = type(value)
-    known = isinstance(value, Tensor | nn.Module | type) or callable(value)
-    return not known and hasattr(value, "__dict__") and kind.__module__ not in ("builtins", "types")
+    return Content(value, _each(value, lambda x: content(x, most, seen, depth + 1)))
 
 
 def attributes_of(module: nn.Module, own: bool) -> dict[str, Any]:
@@ -82,7 +70,9 @@ def attributes_of(module: nn.Module, own: bool) -> dict[str, Any]:
         if isinstance(value, Tensor):
             del taken[key]
         elif type(value) in (list, dict, set):
-            taken[key] = Content(value, dict(value)) if key == "_buffers" else content(value)
+            taken[key] = (
+                Content(value, dict(value)) if key == "_buffers" else content(value, MAX_ITEMS)
+            )
     return taken
 
 
@@ -110,12 +100,12 @@ def attributes_set(
 
 @contextlib.contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put attributes, buffers and all that containers and plain objects hold back after."""
+    """Put attributes, buffers and all that containers hold back after."""
     seen: set[int] = set()
     before = []
     for module in modules:
-        own = {k: v for k, v in module.__dict__.items() if k not in INTERNAL and k != "_buffers"}
-        held = [content(v, objects=True, seen=seen) for v in own.values()]
+        own = (v for k, v in module.__dict__.items() if k not in INTERNAL and k != "_buffers")
+        held = [content(v, inf, seen) for v in own]
         before.append((module, dict(module.__dict__), dict(module._buffers), held))
     try:
         yield
