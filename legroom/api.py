@@ -97,7 +97,7 @@ def fit(
 
 def _check_cache(model: nn.Module) -> None:
     """Warn of a setting that spoils plans for models of transformers."""
-    if model.training and getattr(getattr(model, "config", None), "use_cache", False) is True:
+    if getattr(getattr(model, "config", None), "use_cache", False) is True:
         warnings.warn(
             "legroom: transformers keeps keys and values (config.use_cache=True), which training "
             "does not need and which bars its layers from being recomputed: set "

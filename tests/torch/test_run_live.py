@@ -501,8 +501,11 @@ def test_a_step_that_strays_teaches_no_pattern() -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_cache_that_training_does_not_need_is_told(cached: bool) -> None:
-    """Layers of transformers cannot be recomputed while they fill a cache."""
-    model = stack(Mlp)
+    """Layers of transformers cannot be recomputed while they fill a cache.
+
+    A loaded model is in eval mode, and a trainer changes that only after its callbacks ran.
+    """
+    model = stack(Mlp).eval()
     model.config = SimpleNamespace(use_cache=cached)  # type: ignore[assignment]
     told = pytest.warns(UserWarning, match="use_cache = False") if cached else nullcontext()
     with told, fitted(model, "keep_all"):

@@ -245,6 +245,7 @@ def test_sparse_gradients_of_an_earlier_step() -> None:
     weigh(model(tokens)).backward()
     with fitted(model, "keep_all") as job, job.step():
         weigh(model(tokens)).backward()
+    assert job.current is not None and job.current.capture is not None, "planned before it ran"
 
 
 def test_casts_that_autocast_keeps_are_counted() -> None:
