@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--tools", default=",".join((*PEERS, "legroom", "idle")))
     parser.add_argument("--caps", default="", help="GiB, for legroom; 0 is none")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=22)
+    parser.add_argument("--warm", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--keep", default="", help="folder for legroom's traces and plans")

@@ -6,6 +6,7 @@ from legroom.core.errors import RecordError
 from legroom.machine.spec import Machine
 from legroom.memory.kinds import Kind, rescaled
 from legroom.memory.profile import Capture
+from legroom.memory.script import Script
 from legroom.memory.simulate import Simulator
 
 TOLERANCE = 0.04
@@ -80,3 +81,14 @@ def learn(kind: Kind, machine: Machine) -> Machine:
         off_s -= (contention - before) * busy_s
     kind.capture = rescaled(kind.capture, 1 + off_s / (kind.step_s - off_s))
     return machine
+
+
+def foresee(kind: Kind, learned: Capture, machine: Machine) -> None:
+    """A plan from before is in force again: predict it by what was learned since."""
+    assert kind.plan is not None
+    try:
+        predicted = Simulator(learned.step, machine).run(kind.plan.actions, kind.plan.policy)
+    except RecordError:  # its blocks had other variants then
+        return
+    kind.capture, kind.plan = learned, msgspec.structs.replace(kind.plan, predicted=predicted)
+    kind.script = Script(learned.step, kind.plan, learned.forms)

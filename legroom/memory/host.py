@@ -27,6 +27,8 @@ WATCH_S = 25e-6
 """Of a saved tensor that is watched."""
 BACKWARD = 2.0
 """An op in backward takes the host this much longer than one in forward."""
+CAUTION = 1.4
+"""A host has bad moments, and a plan that leaves it no time to spare is slow in each of them."""
 
 Work = list[tuple[int, float]]
 """Positions, and how long the host is busy there."""
@@ -45,11 +47,14 @@ def again_s(variant: str, num_replays: int) -> float:
 class Host:
     """The host's time over one step; nothing where the step does not tell it."""
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
+    def __init__(self, step: Step, pace: float = 1.0) -> None:
+        self.step, self.pace = step, pace
+        """The step, and how many times slower than usual the host is."""
         weights = [BACKWARD if op.phase is Phase.BACKWARD else 1.0 for op in step.ops]
         until = np.concatenate(([0.0], np.cumsum(weights)))
-        self.until_s: list[float] = (until * (step.host_s / max(until[-1], 1.0))).tolist()
+        self.step_s = step.host_s * pace
+        """How long it is busy with the unplanned step."""
+        self.until_s: list[float] = (until * (self.step_s / max(until[-1], 1.0))).tolist()
         """When it comes to each op of the unplanned step."""
         self.turn = next((i for i, op in enumerate(step.ops) if op.phase is Phase.BACKWARD), 0)
         """Where backward begins: there the host has done all of forward."""
@@ -72,11 +77,11 @@ class Host:
             rows = self.step.saved_in(block)
             if rows:
                 work.append((rows[0].packed, WATCH_S * len(rows)))
-        return sorted(work)
+        return sorted((position, seconds * self.pace) for position, seconds in work)
 
     def total_s(self, work: Work) -> float:
         """How long the host is busy in all."""
-        return self.step.host_s + sum(seconds for _, seconds in work)
+        return self.step_s + sum(seconds for _, seconds in work)
 
     def end_s(self, work: Work, marks: Sequence[tuple[int, float]], device_s: float) -> float:
         """When the step is over, if the device alone is at each marked position at that time."""

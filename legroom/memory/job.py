@@ -22,7 +22,7 @@ from legroom.core.errors import BudgetError, LegroomError, StepError
 from legroom.core.outcome import Comparison, Timeline
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
-from legroom.memory.calibrate import as_predicted, learn, to_scale
+from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, make_meter
 from legroom.memory.escape import check_real
 from legroom.memory.kinds import Kind, Measurement
@@ -49,8 +49,6 @@ from legroom.memory.verify import Snapshot, Verdict, verify_step
 
 WARM = 2
 """Visits before a signature is recorded."""
-SETTLED = 4
-"""Measured steps before a plan is judged."""
 MAX_REPLANS = 3
 PRESSED, OFF_BY = 0.015, 0.04
 """Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
@@ -249,7 +247,7 @@ class MemoryJob:
             kind.reference = (reading.seconds(), reading.host_s)
         else:
             kind.file(self._measure(kind))
-            if not kind.still and len(kind.measurements) - kind.judged >= SETTLED:
+            if not kind.still and kind.ripe:
                 self._calibrate(kind)
 
     def _use_recording(self, kind: Kind) -> None:
@@ -295,7 +293,9 @@ class MemoryJob:
         """Judge a settled plan: if it came out otherwise, plan again; the fastest seen stays."""
         pressed = self.meter.pressed() and not kind.placement.missing_bytes
         kind.still = kind.replans >= MAX_REPLANS or (as_predicted(kind) and not pressed)
-        kind.judge(last=kind.still)
+        learned = kind.capture
+        if kind.judge(last=kind.still) and learned is not None:
+            foresee(kind, learned, self.machine)
         if kind.still:
             return
         kind.replans += 1

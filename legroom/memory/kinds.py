@@ -16,6 +16,10 @@ from legroom.memory.variants import with_variants
 
 WINDOW = 25
 """Measured steps that count for a report."""
+FEWEST, MOST = 4, 12
+"""Measured steps before a plan is judged; as many as MOST where they differ."""
+NOISE = 0.04
+"""Steps whose middle half lies closer together, as a share of their median, are alike."""
 
 
 @dataclass
@@ -65,8 +69,11 @@ class Kind:
         if pending is not None:
             self.measurements.append(pending())
 
-    def judge(self, last: bool) -> None:
-        """Note the plan in force if it is the fastest so far; the `last` gives way to that one."""
+    def judge(self, last: bool) -> bool:
+        """Note the plan in force if it is the fastest so far; the `last` gives way to that one.
+
+        Whether an earlier plan is in force again.
+        """
         assert self.capture is not None and self.plan is not None and self.script is not None
         self.judged = len(self.measurements)
         if self.best is None or self.step_s < self.best[0]:
@@ -74,11 +81,22 @@ class Kind:
         elif last and self.plan is not self.best[2]:
             _, self.capture, self.plan, self.script, self.placement = self.best
             self.start_anew()
+            return True
+        return False
 
     def start_anew(self) -> None:
         """Another plan is in force: what was measured does not count any more."""
         self.measurements.clear()
         self.pending, self.judged = None, 0
+
+    @property
+    def ripe(self) -> bool:
+        """Whether there are steps enough to judge the plan in force by."""
+        fresh = sorted(m.seconds for m in self.measurements[self.judged :])
+        if not FEWEST <= len(fresh) < MOST:
+            return len(fresh) >= MOST
+        quarter = len(fresh) // 4
+        return fresh[-1 - quarter] - fresh[quarter] <= NOISE * median(fresh)
 
     @property
     def host_s(self) -> float:

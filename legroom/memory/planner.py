@@ -12,6 +12,7 @@ from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.actions import Action
 from legroom.memory.arena import NOWHERE, Placement, place
+from legroom.memory.host import CAUTION
 from legroom.memory.plan import Plan
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
@@ -83,9 +84,9 @@ def make_plan(
 
     choose = POLICIES[policy]
     started = time.perf_counter()
-    simulator = Simulator(step, machine)
-    choice = choose(Problem(simulator, dict(budget), lossy))
-    outcome = simulator.run(choice.actions, policy)
+    careful = Simulator(step, machine, host_pace=CAUTION)
+    choice = choose(Problem(careful, dict(budget), lossy))
+    outcome = Simulator(step, machine).run(choice.actions, policy)
     plan = Plan(
         policy=policy,
         why=choice.why,

@@ -57,7 +57,7 @@ OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START, LATE_WAIT, TURN = range(8)
 class Simulator:
     """One step on one machine; each `run` plays one list of actions."""
 
-    def __init__(self, step: Step, machine: Machine) -> None:
+    def __init__(self, step: Step, machine: Machine, host_pace: float = 1.0) -> None:
         self.step, self.machine = step, machine
         count = len(step.ops)
         self._delta = np.zeros(count + 3, dtype=np.int64)
@@ -71,7 +71,7 @@ class Simulator:
         self.until = np.concatenate(([0.0], np.cumsum([op.time_s for op in step.ops])))
         self.until_s: list[float] = self.until.tolist()
         self.routes = {t.name: machine.route(t.name) for t in machine.tiers if t.name != "device"}
-        self.host = Host(step)
+        self.host = Host(step, host_pace)
         self._replay_cache: dict[tuple[int, str], Replay] = {}
 
     # -- memory ------------------------------------------------------------------------------

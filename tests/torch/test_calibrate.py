@@ -5,7 +5,7 @@ import pytest
 
 from legroom.machine.spec import find_machine
 from legroom.memory.actions import Recompute
-from legroom.memory.calibrate import MAX_CONTENTION, as_predicted, learn, to_scale
+from legroom.memory.calibrate import MAX_CONTENTION, as_predicted, foresee, learn, to_scale
 from legroom.memory.kinds import Kind, Measurement
 from legroom.memory.script import Script
 from legroom.memory.simulate import Simulator
@@ -127,8 +127,26 @@ def test_the_fastest_plan_is_put_back() -> None:
     measure(kind, 9.0, 2.0, 2.0, 2.0)
     kind.judge(last=False)
     assert kind.plan is second, "it can still teach something"
-    kind.judge(last=True)
+    assert kind.judge(last=True)
     assert kind.plan is first and not kind.measurements
+
+
+def test_a_plan_put_back_is_predicted_by_what_was_learned_since() -> None:
+    """Its first prediction is known to be wrong: that is why another plan was tried."""
+    kind = kind_of(full, host_s=1e-3)
+    actions, wrong_s = kind.plan.actions, kind.plan.predicted.step_s
+    measure(kind, 9.0, *[1.5 * wrong_s] * 3, host_s=0.1 * wrong_s)
+    kind.judge(last=False)
+    machine = learn(kind, MACHINE)
+    kind.plan = msgspec.structs.replace(kind.plan, why="another")
+    kind.start_anew()
+    measure(kind, 9.0, *[2.0 * wrong_s] * 3, host_s=0.1 * wrong_s)
+    learned = kind.capture
+    assert kind.judge(last=True)
+    assert kind.plan.predicted.step_s == wrong_s
+    foresee(kind, learned, machine)
+    assert kind.plan.actions == actions and kind.script.plan is kind.plan
+    assert kind.plan.predicted.step_s == pytest.approx(1.5 * wrong_s)
 
 
 def test_a_step_held_up_by_the_host_says_nothing_of_the_ops() -> None:
@@ -151,3 +169,29 @@ def test_replays_are_not_the_steps_own_host_time() -> None:
     (variant,) = kind.script.variants.values()
     kind.reference = (50.0, 10 * variant.host_s)
     assert to_scale(kind, kind.capture, MACHINE).step.host_s == pytest.approx(9 * variant.host_s)
+
+
+def test_steps_that_differ_are_not_judged_too_soon() -> None:
+    """A host that is slow now and then is not taken for one that always is."""
+    kind = kind_of(full)
+    measure(kind, 9.0, 1.0, 1.01)
+    assert not kind.ripe
+    measure(kind, 1.02)
+    assert kind.ripe
+    kind.start_anew()
+    measure(kind, *[1.0, 1.5] * 3)
+    assert not kind.ripe
+    measure(kind, *[1.0, 1.5] * 3)
+    assert kind.ripe
+    kind.judge(last=False)
+    assert not kind.ripe
+
+
+def test_a_slower_host_takes_longer_for_all_it_does() -> None:
+    """Its own ops, the notes and the replays alike; the device is as fast as ever."""
+    kind = kind_of(full, host_s=1e-3)
+    step, actions = kind.capture.step, kind.plan.actions
+    usual, slow = Simulator(step, MACHINE), Simulator(step, MACHINE, host_pace=3.0)
+    assert slow.host_s(actions) == pytest.approx(3 * usual.host_s(actions))
+    assert slow.run(actions).recompute_s == usual.run(actions).recompute_s
+    assert slow.shape(actions).peak == usual.shape(actions).peak

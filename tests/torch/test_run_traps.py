@@ -208,7 +208,7 @@ def test_a_block_called_inside_of_another() -> None:
 def test_reports_in_between_do_not_stop_the_plan_from_being_judged() -> None:
     """Asking after every step files each measurement early, and it still counts."""
     with fitted(stack(Mlp), "auto") as job:
-        for _ in range(10):
+        for _ in range(18):
             with job.step():
                 job.model(rows()).sum().backward()
             job.comparison()

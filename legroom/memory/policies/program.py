@@ -211,11 +211,12 @@ class Program:
         variants = {c: blocks[b].variants[v] for (b, v), c in self.variants.items()}
         # A move has up to three blocks watched: where it is saved, waited for, and fetched.
         saves = len(self.step.saved) / max(len(blocks), 1)
-        moves = dict.fromkeys(self.moves.values(), MOVE_S + 3 * saves * WATCH_S)
-        terms = {c: v.host_s - v.replay_s for c, v in variants.items()} | moves
-        rows.add(terms | {self.late_host: -1.0}, self.step.compute_s - self.step.host_s)
-        terms = {c: v.noting_s for c, v in variants.items()}
-        terms |= {c: seconds / 2 for c, seconds in moves.items()}
+        seconds = host.pace * (MOVE_S + 3 * saves * WATCH_S)
+        moves = dict.fromkeys(self.moves.values(), seconds)
+        terms = {c: host.pace * v.host_s - v.replay_s for c, v in variants.items()} | moves
+        rows.add(terms | {self.late_host: -1.0}, self.step.compute_s - host.step_s)
+        terms = {c: host.pace * v.noting_s for c, v in variants.items()}
+        terms |= dict.fromkeys(moves, seconds / 2)
         forward_s = float(self.sim.until[host.turn]) - host.until_s[host.turn]
         rows.add(terms | {self.late_host: -1.0}, forward_s)
 
