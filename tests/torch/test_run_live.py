@@ -452,7 +452,7 @@ def test_a_plan_that_cannot_be_made_tighter_stays() -> None:
     """The allocator is pressed and the budget is the smallest there is: the step is not lost."""
     model, batch = stack(Mlp), rows()
     with fitted(model, "keep_all") as job:
-        for i in range(12):
+        for i in range(20):
             with job.step():
                 model(batch).sum().backward()
             model.zero_grad()
