@@ -9,15 +9,17 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import nn
 
-from legroom.core.errors import InputError, UnknownName
-from legroom.core.outcome import Outcome
+from legroom.core.errors import InputError, StepError, UnknownName
+from legroom.core.outcome import Comparison, Outcome, Timeline
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
 from legroom.memory.job import MemoryJob
+from legroom.memory.kinds import Kind
 from legroom.memory.planner import POLICIES, make_plan
 from legroom.memory.profile import STATE_RULES, LossFn, capture_fake, stand_in_loss
 from legroom.memory.simulate import Simulator
+from legroom.memory.timeline import predicted_timeline
 from legroom.memory.trace import Step
 from legroom.memory.verify import Verdict
 from legroom.views.page import write_page
@@ -28,6 +30,27 @@ Budget = str | int | Mapping[str, str | int]
 
 class Job(MemoryJob):
     """A model whose steps keep a budget, with its reports. Made by `legroom.fit`."""
+
+    def comparison(self, kind: Kind | None = None) -> Comparison:
+        """Predicted beside measured for a signature (the last one run by default)."""
+        kind = self.known(kind)
+        assert kind.capture is not None and kind.plan is not None
+        free = Simulator(kind.plain or kind.capture.step, self.machine).run([], "keep_all")
+        return Comparison(predicted=kind.plan.predicted, measured=kind.measured(), unlimited=free)
+
+    def timeline(self, kind: Kind | None = None) -> Timeline:
+        """The step over time as the simulator sees it under the plan in force."""
+        kind = self.known(kind)
+        assert kind.capture is not None and kind.plan is not None
+        return predicted_timeline(Simulator(kind.capture.step, self.machine), kind.plan.actions)
+
+    def known(self, kind: Kind | None = None) -> Kind:
+        """A kind that has a plan, the last one run by default; raises StepError before that."""
+        kind = kind or self.current
+        if kind is None or kind.plan is None or kind.capture is None:
+            raise StepError("nothing to report yet: run a step first")
+        kind.file()
+        return kind
 
     def report(self) -> str:
         """Predicted beside measured, and what each action bought and cost, as text."""
@@ -58,6 +81,7 @@ def fit(
     blocks: Sequence[str] | None = None,
     disk_dir: str | None = None,
     lossy: bool = False,
+    compile: str | None = None,
 ) -> Job:
     """Make a model's training steps keep a memory budget.
 
@@ -72,11 +96,17 @@ def fit(
                 optimizer.step(); optimizer.zero_grad()
         print(job.report())
 
+    With `compile="blocks"` each block is compiled on its own, in the build (how much of what it
+    could save is kept) that the plan chooses for it. Results are then those of compiled code: equal
+    to eager ones up to rounding, with other random numbers for dropout.
+
     Raises InputError for a budget, policy, machine or optimizer that cannot be used.
     """
     import legroom.memory.policies  # noqa: F401  (fills the registry)
 
     _ = POLICIES[policy]
+    if compile not in (None, "blocks"):
+        raise InputError(f'compile is "blocks" or None, not {compile!r}')
     device = model_device(model)
     _check_optimizer(model, optimizer)
     _check_cache(model)
@@ -92,6 +122,7 @@ def fit(
         blocks=blocks,
         disk_dir=disk_dir,
         lossy=lossy,
+        compile_blocks=compile == "blocks",
     )
 
 

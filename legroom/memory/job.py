@@ -13,13 +13,12 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from legroom.core.errors import BudgetError, LegroomError, StepError
-from legroom.core.outcome import Comparison, Timeline
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
@@ -41,17 +40,25 @@ from legroom.memory.recorder import Recorder
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
 from legroom.memory.signature import Signer
-from legroom.memory.simulate import Simulator
 from legroom.memory.tiers import Tiers
-from legroom.memory.timeline import predicted_timeline
 from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.verify import Snapshot, Verdict, verify_step
+
+if TYPE_CHECKING:
+    from legroom.memory.workshop import Workshop
 
 WARM = 2
 """Visits before a signature is recorded."""
 MAX_REPLANS = 3
 PRESSED, OFF_BY = 0.015, 0.04
 """Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
+
+
+def make_workshop(model: nn.Module, device: torch.device) -> "Workshop":
+    """What compiles blocks; the compiler is imported only where it is asked for."""
+    from legroom.memory.workshop import Workshop
+
+    return Workshop(model, device)
 
 
 class MemoryJob:
@@ -69,6 +76,7 @@ class MemoryJob:
         blocks: Sequence[str] | None,
         disk_dir: str | None,
         lossy: bool = False,
+        compile_blocks: bool = False,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.machine, self.budget, self.policy = machine, dict(budget), policy
@@ -78,6 +86,7 @@ class MemoryJob:
         self.signer = Signer(model)
         self.runner = Runner(model, device)
         self.tiers = Tiers(device, disk_dir, before_close=self.runner.mover.evacuate)
+        self.workshop = make_workshop(model, device) if compile_blocks else None
         self.meter: Meter = make_meter(device)
         self.meter.cap(self.budget["device"])
         self._stack: contextlib.ExitStack | None = None
@@ -112,6 +121,7 @@ class MemoryJob:
             raise
         finally:
             self._stack = None
+            self._place({})
         self._after_step()
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -149,6 +159,8 @@ class MemoryJob:
         recorder = Recorder(self.model, self.device, timer)
         name_states(recorder, self.model, self.optimizer)
         self._recording = (recorder, timer, self.meter.found())
+        if self.workshop is not None and kind.capture is not None:
+            stack.enter_context(self.workshop.sampling(kind.capture.step))
         stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
         stack.enter_context(recorder.watch_modules())
@@ -215,6 +227,12 @@ class MemoryJob:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
         self.meter.make_room(kind.placement.stretches)
+        self._place(kind.shares)
+
+    def _place(self, shares: dict[str, float]) -> None:
+        """Compiled blocks in place of eager ones, while a step runs."""
+        if self.workshop is not None:
+            self.workshop.place(shares)
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
@@ -239,6 +257,7 @@ class MemoryJob:
         kind.strayed = kind.strayed + 1 if strayed else 0
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
             kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
+            kind.shares = {}
             self.signer = Signer(self.model)
         if self._recording is not None:
             self._use_recording(kind)
@@ -253,17 +272,24 @@ class MemoryJob:
     def _use_recording(self, kind: Kind) -> None:
         assert self._recording is not None
         (recorder, timer, found), self._recording = self._recording, None
+        like = kind.capture.step if kind.capture is not None else None
         name_states(recorder, self.model, None)
         kind.capture = capture_real(
             recorder,
             timer,
             self.model,
             self.machine,
-            like=kind.capture.step if kind.capture is not None else None,
+            like=like,
             blocks=self.blocks,
             signature=kind.signature,
         )
         kind.capture = to_scale(kind, with_others(kind.capture, found), self.machine)
+        if self.workshop is not None and like is not None:
+            made = self.workshop.make(
+                kind.capture, like, self.machine, self.planning_budget(), self.policy
+            )
+            kind.plain = kind.capture.step
+            kind.capture, kind.shares = made
         kind.recorded, kind.best = True, None
         kind.start_anew()
         self._plan(kind)
@@ -319,29 +345,6 @@ class MemoryJob:
             "again, or give a larger budget or a smaller batch"
         )
 
-    # -- reports -----------------------------------------------------------------------------
-
-    def comparison(self, kind: Kind | None = None) -> Comparison:
-        """Predicted beside measured for a signature (the last one run by default)."""
-        kind = self.known(kind)
-        assert kind.capture is not None and kind.plan is not None
-        free = Simulator(kind.capture.step, self.machine).run([], "keep_all")
-        return Comparison(predicted=kind.plan.predicted, measured=kind.measured(), unlimited=free)
-
-    def timeline(self, kind: Kind | None = None) -> Timeline:
-        """The step over time as the simulator sees it under the plan in force."""
-        kind = self.known(kind)
-        assert kind.capture is not None and kind.plan is not None
-        return predicted_timeline(Simulator(kind.capture.step, self.machine), kind.plan.actions)
-
-    def known(self, kind: Kind | None = None) -> Kind:
-        """A kind that has a plan, the last one run by default; raises StepError before that."""
-        kind = kind or self.current
-        if kind is None or kind.plan is None or kind.capture is None:
-            raise StepError("nothing to report yet: run a step first")
-        kind.file()
-        return kind
-
     # -- verify and close --------------------------------------------------------------------
 
     def verify(self, closure: Callable[[], Tensor]) -> Verdict:
@@ -354,7 +357,7 @@ class MemoryJob:
         try:
             self._settle(closure)
             assert self.current is not None and self.current.plan is not None
-            exact = self.current.plan.exact
+            exact = self.current.plan.exact and not self.current.shares
             return verify_step(self.model, self.device, closure, self.step, exact_plan=exact)
         finally:
             self._warned = warned
@@ -386,6 +389,7 @@ class MemoryJob:
         if not self._closed:
             self._closed = True
             self._hook.remove()
+            self._place({})
             self.runner.remove()
             self.meter.uncap()  # first: what is still out comes back, however little room there was
             self.tiers.close()

@@ -46,6 +46,10 @@ class Kind:
     script: Script | None = None
     placement: Placement = NOWHERE
     """How the plan's tensors lie, where the device's allocator can be helped with that."""
+    plain: Step | None = None
+    """The step as recorded, where its blocks are compiled since."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Modules that run compiled, and what their builds may keep."""
     recorded: bool = False
     """Whether the trace comes from a real step."""
     reference: tuple[float, float] | None = None

@@ -25,6 +25,9 @@ class Problem(NamedTuple):
     budget: Mapping[str, int]
     lossy: bool = False
     """Whether lossy compression is allowed."""
+    quick: bool = False
+    """Whether a plan is wanted only to compare steps by: a good one soon is better than the best.
+    """
 
     @property
     def step(self) -> Step:
@@ -74,6 +77,7 @@ def make_plan(
     policy: str = "auto",
     *,
     lossy: bool = False,
+    quick: bool = False,
 ) -> Plan:
     """Let a policy choose, replay its choice, and return the plan.
 
@@ -85,7 +89,7 @@ def make_plan(
     choose = POLICIES[policy]
     started = time.perf_counter()
     careful = Simulator(step, machine, host_pace=CAUTION)
-    choice = choose(Problem(careful, dict(budget), lossy))
+    choice = choose(Problem(careful, dict(budget), lossy, quick))
     outcome = Simulator(step, machine).run(choice.actions, policy)
     plan = Plan(
         policy=policy,

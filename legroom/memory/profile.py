@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from legroom.core.errors import StepError
 from legroom.machine.spec import Machine
+from legroom.memory.assemble import assemble_step, op_forms, same_calls, set_releases
 from legroom.memory.blocks import find_blocks
-from legroom.memory.build import build_step, op_forms, same_calls, set_releases
 from legroom.memory.escape import let_go
 from legroom.memory.fake import (
     fake_device,
@@ -90,7 +90,7 @@ def capture_fake(
                 del loss
             _note_gradients(recorder, weights)
             chosen = find_blocks(recorder, blocks)
-            draft = build_step(recorder, chosen, model=type(model).__name__, machine=machine)
+            draft = assemble_step(recorder, chosen, model=type(model).__name__, machine=machine)
             forms = op_forms(recorder)
         recorder.calls.clear()
         del inputs, weights, chosen
@@ -122,7 +122,7 @@ def capture_real(
     timer.fill(recorder.ops, births)
     set_releases(recorder, like)
     calls = same_calls(recorder, like) if like is not None else find_blocks(recorder, blocks)
-    draft = build_step(
+    draft = assemble_step(
         recorder,
         calls,
         model=type(model).__name__,

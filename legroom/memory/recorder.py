@@ -113,7 +113,7 @@ class Timer(Protocol):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Log of one step; see `profile.build_step` for what is made of it."""
+    """Log of one step; see `profile.assemble_step` for what is made of it."""
 
     def __init__(
         self,

@@ -138,6 +138,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     barred: str = ""
     """Why it cannot be recomputed; empty if it can."""
     variants: tuple[Variant, ...] = ()
+    build: str = ""
+    """How it was compiled; empty where it runs as it is."""
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ MAY_IMPORT_TORCH = (
     "legroom/integrations/*",
     "legroom/machine/probe.py",
     "legroom/memory/blocks.py",
-    "legroom/memory/build.py",
+    "legroom/memory/assemble.py",
     "legroom/memory/device.py",
     "legroom/memory/fake.py",
     "legroom/memory/job.py",
@@ -37,7 +37,10 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/signature.py",
     "legroom/memory/tiers.py",
     "legroom/memory/timers.py",
+    "legroom/memory/trial.py",
     "legroom/memory/verify.py",
+    "legroom/memory/workshop.py",
+    "legroom/nn.py",
 )
 MAY_IMPORT_TORCH_INSIDE_FUNCTIONS = ("legroom/cli/*",)
 

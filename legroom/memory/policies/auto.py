@@ -42,11 +42,12 @@ def auto(problem: Problem) -> Choice:
     worth = [s for s in movable(problem) if problem.step.storages[s].num_bytes >= least]
     program = Program(problem, worth)
     found: list[tuple[float, list[Action]]] = []
-    if problem.step.host_s and problem.tiers():  # no moves at all spare the host much
+    many = problem.tiers() and not problem.quick
+    if problem.step.host_s and many:  # no moves at all spare the host much
         still = problem._replace(budget={"device": problem.limit})
         actions = _search(still, Program(still, []), LINK_SHARES[0])
         found += [(problem.simulator.time(actions), actions)] if actions is not None else []
-    for share in LINK_SHARES if problem.tiers() else LINK_SHARES[:1]:
+    for share in LINK_SHARES if many else LINK_SHARES[:1]:
         actions = _search(problem, program, share)
         if actions is not None:
             found.append((problem.simulator.time(actions), actions))

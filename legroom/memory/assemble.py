@@ -11,7 +11,7 @@ from legroom.memory.roofline import op_time
 from legroom.memory.trace import Block, Kind, Op, Phase, Saved, Step, Storage
 
 
-def build_step(
+def assemble_step(
     recorder: Recorder,
     calls: list[RawCall],
     *,

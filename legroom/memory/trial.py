@@ -1,0 +1,296 @@
+"""Trials: run one block alone in one build after the other, and measure each.
+
+A trial gives the block what a step gave it: the same shapes and layouts, with other numbers where
+gradients flow. Nothing of the model is left changed: no gradients, no statistics, no random state.
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
+from legroom.memory.mechanisms.compiled import Compiler, can_compile
+from legroom.memory.mechanisms.recompute import Autocast, autocast_state
+from legroom.memory.saved import StorageTable, is_ours, weight_storages
+from legroom.memory.timers import SLEEP_CYCLES, memory_reports, reports_peak, timing_event
+from legroom.memory.verify import Snapshot
+
+SHARES = (1.0, 0.7, 0.4, 0.2, 0.0)
+"""Of what a block could save, for the partitioner to keep."""
+ROUNDS = 4
+ALIKE = 0.02
+"""Builds that differ in bytes by less, as a share of the most that any saves, are one."""
+
+
+class Like(NamedTuple):
+    """Stands for an argument that wants a gradient."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        """A tensor of this form."""
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return made.normal_().requires_grad_()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of a block as a step made it."""
+
+    name: str
+    module: nn.Module
+    args: Any
+    """(args, kwargs), each tensor that wants a gradient as a Like."""
+    autocast: Autocast
+
+    @classmethod
+    def take(cls, name: str, module: nn.Module, args: Any, device: torch.device) -> "Sample":
+        """Of a call that is about to run."""
+        return cls(name, module, tree_map(_stand_in, args), autocast_state(device))
+
+    @contextlib.contextmanager
+    def casting(self) -> Iterator[None]:
+        """Autocast as in the step."""
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype, cached in self.autocast:
+                cast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
+                stack.enter_context(cast)
+            yield
+
+
+def _stand_in(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.requires_grad:
+        return leaf.detach()
+    return Like(leaf.size(), leaf.stride(), leaf.dtype, leaf.device)
+
+
+def try_builds(
+    compiler: Compiler, model: nn.Module, sample: Sample, device: torch.device
+) -> list[tuple[float, Build]]:
+    """The builds of a block worth having, with their shares; none if it does not compile."""
+    why = can_compile(sample.module)
+    keep, found = Snapshot(sample.module, device), []
+    try:
+        for share in SHARES if not why else ():
+            trial = Trial(model, sample, compiler.build(sample.module, share), device)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                found.append((share, trial.measure(f"keep {share:.0%}")))
+    except Exception as error:  # whatever a compiler may raise
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    finally:
+        keep.restore()
+    if why:
+        warnings.warn(f"legroom: {sample.name} is not compiled: {why}", stacklevel=2)
+        return []
+    return worth_having(found)
+
+
+def worth_having(found: Sequence[tuple[float, Build]]) -> list[tuple[float, Build]]:
+    """Without those that save as much as a faster one, fastest first."""
+    most = max((build.saved_bytes for _, build in found), default=0)
+    kept: list[tuple[float, Build]] = []
+    for share, build in sorted(found, key=lambda x: x[1].seconds):
+        smallest = min((b.saved_bytes for _, b in kept), default=most + 1)
+        if not kept or build.saved_bytes < smallest - ALIKE * most:
+            kept.append((share, build))
+    return kept
+
+
+class Trial:
+    """Runs a forward alone, there and back."""
+
+    def __init__(
+        self, model: nn.Module, sample: Sample, forward: Callable[..., Any], device: torch.device
+    ) -> None:
+        self.sample, self.forward, self.device = sample, forward, device
+        self.weights = weight_storages([model])
+        self.params = [p for p in sample.module.parameters() if p.requires_grad]
+
+    def measure(self, name: str) -> Build:
+        """Warm it up, look at what it saves and holds, and take its time."""
+        self._run()
+        size, dtype, saves, forward_bytes, backward_bytes = self._look()
+        times = [self._time() for _ in range(ROUNDS)]
+        return Build(
+            name=name,
+            forward_s=min(there for there, _ in times),
+            backward_s=min(back for _, back in times),
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes,
+            sizes=size,
+            dtypes=dtype,
+            saves=saves,
+        )
+
+    def _inputs(self) -> Any:
+        return tree_map(
+            lambda x: x.tensor() if isinstance(x, Like) else x,
+            self.sample.args,
+            is_leaf=lambda x: isinstance(x, Like),
+        )
+
+    def _there(self, given: Any) -> list[Tensor]:
+        args, kwargs = given
+        with self.sample.casting(), torch.enable_grad():
+            out = self.forward(*args, **kwargs)
+        return [x for x in tree_leaves(out) if _wants_grad(x)]
+
+    def _back(self, given: Any, results: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        leaves = [x for x in tree_leaves(given) if _wants_grad(x)]
+        found = torch.autograd.grad(results, [*leaves, *self.params], grads, allow_unused=True)
+        return [x for x in found if x is not None]
+
+    def _run(self) -> None:
+        given = self._inputs()
+        results = self._there(given)
+        self._back(given, results, [torch.ones_like(x) for x in results])
+
+    def _look(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[Save, ...], int, int]:
+        """Sizes and dtypes of what it saves of its own, all saves, and bytes on the side.
+
+        As in a step, nobody but autograd holds what goes in and comes out.
+        """
+        leaves, saved = self._inputs(), _Saved(self.device, self.weights)
+        given = tree_map(lambda x: x.clone() if _wants_grad(x) else x, leaves)
+        with watched(self.device) as there, saved.hooks():
+            results = self._there(given)
+        rows = saved.rows(given, results)
+        saved.let_go()
+        grads = [torch.ones_like(x) for x in results]
+        came = sum(x.untyped_storage().nbytes() for x in grads)
+        loss = torch.stack([(x * g).sum() for x, g in zip(results, grads, strict=True)]).sum()
+        del given, results
+        with watched(self.device) as back:
+            found = self._back(leaves, [loss], [torch.ones_like(loss)])
+        made = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+        behind = back.peak - came - sum(made.values())
+        return (*rows, max(0, there.peak - there.left), max(0, behind))
+
+    def _time(self) -> tuple[float, float]:
+        """Seconds there and back."""
+        given = self._inputs()
+        clock = _CudaClock() if self.device.type == "cuda" else _CpuClock()
+        clock.mark()
+        results = self._there(given)
+        clock.mark()
+        grads = [torch.ones_like(x) for x in results]
+        clock.mark()
+        self._back(given, results, grads)
+        clock.mark()
+        there, _, back = clock.spans()
+        return there, back
+
+
+def _wants_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class _Saved:
+    """The tensors a forward saves, of those that a plan can act on."""
+
+    def __init__(self, device: torch.device, weights: StorageTable[bool]) -> None:
+        self.device, self.weights = device, weights
+        self.tensors: list[Tensor] = []
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Note each; autograd keeps it."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            if is_ours(tensor, self.device, self.weights):
+                self.tensors.append(tensor)
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def rows(
+        self, given: Any, results: list[Tensor]
+    ) -> tuple[tuple[int, ...], tuple[str, ...], tuple[Save, ...]]:
+        """Sizes and dtypes of storages of the block's own, and all saves."""
+        known: StorageTable[tuple[str, int]] = StorageTable()
+        for where, tree in ((RESULT, results), (GIVEN, given)):
+            for leaf in tree_leaves(tree):
+                if isinstance(leaf, Tensor):
+                    known.put(leaf.untyped_storage(), (where, 0))
+        sizes: list[int] = []
+        dtypes: list[str] = []
+        saves = []
+        for tensor in self.tensors:
+            storage = tensor.untyped_storage()
+            place = known.get(storage)
+            if place is None:
+                place = (OWN, len(sizes))
+                known.put(storage, place)
+                sizes.append(storage.nbytes())
+                dtypes.append(str(tensor.dtype).removeprefix("torch."))
+            saves.append(Save(*place, storage.nbytes()))
+        return tuple(sizes), tuple(dtypes), tuple(saves)
+
+    def let_go(self) -> None:
+        """Hold nothing on."""
+        self.tensors.clear()
+
+
+@dataclass
+class Level:
+    """Bytes above what was there."""
+
+    peak: int = 0
+    left: int = 0
+
+
+@contextlib.contextmanager
+def watched(device: torch.device) -> Iterator[Level]:
+    """The most bytes held at once while something runs, and those that stay."""
+    level = Level()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield level
+        level.peak = torch.cuda.max_memory_allocated(device) - before
+        level.left = torch.cuda.memory_allocated(device) - before
+        return
+    reports: list[tuple[int, int]] = []
+    with memory_reports(reports):
+        yield level
+    level.peak, level.left = reports_peak(reports), sum(n for _, n in reports)
+
+
+class _CpuClock:
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def spans(self) -> list[float]:
+        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+class _CudaClock:
+    """Events, with the device asleep until all is enqueued: the host's own pace does not count."""
+
+    def __init__(self) -> None:
+        self._marks: list[torch.cuda.Event] = []
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        self._marks.append(timing_event())
+        self._marks[-1].record()
+
+    def spans(self) -> list[float]:
+        torch.cuda.synchronize()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [a.elapsed_time(b) / 1e3 for a, b in pairs]

@@ -1,0 +1,123 @@
+"""Workshop: compiled blocks for a job, from samples of their calls to builds in place."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from legroom.core.errors import BudgetError
+from legroom.machine.spec import Machine
+from legroom.memory.builds import Build, Rebuilt
+from legroom.memory.mechanisms.compiled import Compiler, allow_shapes
+from legroom.memory.mix import mixes
+from legroom.memory.planner import make_plan
+from legroom.memory.profile import Capture
+from legroom.memory.trace import Step
+from legroom.memory.trial import Sample, try_builds
+
+Shares = dict[str, float]
+"""Paths of compiled modules, and what their builds may keep."""
+
+
+class Made(NamedTuple):
+    """A step with builds chosen."""
+
+    capture: Capture
+    shares: Shares
+
+
+class Workshop:
+    """Tries builds of a model's blocks, chooses among them, and puts them in place."""
+
+    def __init__(self, model: nn.Module, device: torch.device, backend: str = "") -> None:
+        self.model, self.device = model, device
+        self.compiler = Compiler(backend)
+        self._modules = dict(model.named_modules())
+        self._samples: dict[int, Sample] = {}
+        allow_shapes()
+
+    @contextlib.contextmanager
+    def sampling(self, step: Step | None) -> Iterator[None]:
+        """Note how the first block of each group is called while a step runs."""
+        self._samples.clear()
+        handles = []
+        for block in step.blocks if step is not None else ():
+            if block.call == 0:
+                hook = self._sampler(block.group, block.name)
+                module = self._modules[block.module]
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _sampler(self, group: int, name: str) -> Any:
+        def sample(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if group not in self._samples and torch.is_grad_enabled():
+                self._samples[group] = Sample.take(name, module, (args, kwargs), self.device)
+
+        return sample
+
+    def make(
+        self, capture: Capture, like: Step, machine: Machine, budget: Mapping[str, int], policy: str
+    ) -> Made:
+        """The step with the mix of builds that is fastest under the budget; eager if that is."""
+        tried = {
+            group: try_builds(self.compiler, self.model, sample, self.device)
+            for group, sample in self._samples.items()
+        }
+        self._samples.clear()
+        options = self._options(capture.step, like, tried)
+        best, best_s = Made(capture, {}), _planned_s(capture.step, machine, budget, policy)
+        if not options:
+            return best
+        shares = {build: share for found in tried.values() for share, build in found}
+        plain = {b: [build for _, build in found] for b, found in options.items()}
+        for made in mixes(capture.step, machine, budget["device"], plain):
+            seconds = _planned_s(made.step, machine, budget, policy)
+            if seconds < best_s:
+                best, best_s = _made(capture, made, shares, plain), seconds
+        return best
+
+    def _options(
+        self, step: Step, like: Step, tried: Mapping[int, list[tuple[float, Build]]]
+    ) -> dict[int, list[tuple[float, Build]]]:
+        """Builds for each block; none for modules that are called more than once."""
+        groups = {(b.module, b.call): b.group for b in like.blocks}
+        several = {b.module for b in step.blocks if b.call > 0}
+        options = {}
+        for i, block in enumerate(step.blocks):
+            found = tried.get(groups.get((block.module, block.call), -1), [])
+            if found and block.module not in several:
+                options[i] = found
+        return options
+
+    def place(self, shares: Shares) -> None:
+        """Have these modules run their builds, and all others as they are."""
+        self.compiler.place(self._modules, shares)
+
+
+def _planned_s(step: Step, machine: Machine, budget: Mapping[str, int], policy: str) -> float:
+    try:
+        return make_plan(step, machine, budget, policy, quick=True).predicted.step_s
+    except BudgetError:
+        return float("inf")
+
+
+def _made(
+    capture: Capture, made: Rebuilt, shares: Mapping[Build, float], options: Mapping[int, Any]
+) -> Made:
+    chosen = {}
+    for b, block in enumerate(made.step.blocks):
+        if block.build:
+            build = next(x for x in options[b] if x.name == block.build)
+            chosen[block.module] = shares[build]
+    forms = {}
+    for i, form in capture.forms.items():
+        if i in made.ops:
+            moved = tuple(made.storages.get(s, -1) for s in form.storages)
+            forms[made.ops[i]] = form._replace(storages=moved)
+    return Made(Capture(made.step, forms), chosen)

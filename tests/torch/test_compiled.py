@@ -1,0 +1,235 @@
+"""Compiled blocks: builds that agree, trials that leave nothing behind, and whole jobs.
+
+Blocks are cut into forward and backward by torch's partitioner and not compiled further: what is
+tested here does not depend on the kernels, and those take long to make.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+import legroom.memory.workshop as workshop
+from legroom.api import Job
+from legroom.core.errors import InputError
+from legroom.memory.mechanisms import compiled
+from legroom.memory.mechanisms.compiled import Compiler
+from legroom.memory.trace import Step
+from legroom.memory.trial import Sample, Trial, try_builds, worth_having
+from tests.torch.nets import Attention, ConvNorm, Mlp, rows, stack
+from tests.torch.support import CPU, GIB, MACHINE, Start, assert_same, fitted, result_of
+
+SHARES = (1.0, 0.5, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _cut_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr("legroom.memory.trial.SHARES", SHARES)
+
+
+@pytest.fixture
+def compiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job takes compiled blocks, be they slower than eager ones."""
+    plain = workshop._planned_s
+
+    def seconds(step: Step, *args: object) -> float:
+        here = any(block.build for block in step.blocks)
+        return plain(step, *args) if here else float("inf")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workshop, "_planned_s", seconds)
+
+
+class DropAttention(Attention):
+    """Attention that drops some of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+        return x + self.out(y.transpose(1, 2).reshape(batch, time, width))
+
+
+def run(forward: object, x: Tensor, module: nn.Module) -> list[Tensor]:
+    """Result and gradients from the same random state."""
+    torch.manual_seed(3)
+    out = forward(x)  # type: ignore[operator]
+    found = torch.autograd.grad((out * out).sum(), [x, *module.parameters()])
+    return [out.detach(), *found]
+
+
+@pytest.mark.parametrize("block", [Mlp, Attention, DropAttention])
+def test_every_build_gives_the_same_gradients(block: type[nn.Module]) -> None:
+    """What is drawn at random is kept, not drawn again: torch's own budget gets that wrong."""
+    module, compiler = block(), Compiler()
+    x = torch.randn(4, 16, 64, requires_grad=True)
+    first = run(compiler.build(module, 1.0), x, module)
+    for share in (0.5, 0.0):
+        again = run(compiler.build(module, share), x, module)
+        for a, b in zip(first, again, strict=True):
+            assert torch.equal(a, b), share
+
+
+def test_a_smaller_share_saves_less() -> None:
+    """From all that backward could use down to the block's own input."""
+    model = stack(Mlp)
+    sample = Sample.take("0", model[1], ((rows(),), {}), CPU)  # type: ignore[index]
+    found = [
+        Trial(model, sample, Compiler().build(sample.module, s), CPU).measure("") for s in SHARES
+    ]
+    sizes = [build.saved_bytes for build in found]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+def test_blocks_of_one_class_share_their_code() -> None:
+    """The second block compiles nothing, and neither does a second step with other hooks."""
+    model, compiler = nn.Sequential(Mlp(), Mlp(), Mlp()), Compiler()
+    compiler.place(dict(model.named_modules()), dict.fromkeys("012", 0.5))
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            model(rows().requires_grad_()).sum().backward()
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+def test_builds_are_put_in_place_and_taken_away() -> None:
+    """As an attribute of the one module, and the module is as it was after."""
+    model, compiler = nn.Sequential(Mlp(), Mlp()), Compiler()
+    modules = dict(model.named_modules())
+    compiler.place(modules, {"0": 1.0, "1": 0.0})
+    first = model[0].forward
+    compiler.place(modules, {"0": 1.0})
+    assert model[0].forward is first and "forward" not in model[1].__dict__
+    compiler.clear()
+    assert "forward" not in model[0].__dict__
+
+
+def test_a_trial_leaves_nothing_behind() -> None:
+    """No gradients, no statistics, no random state."""
+    model = nn.Sequential(ConvNorm(), ConvNorm())
+    x = torch.randn(2, 8, 6, 6, requires_grad=True)
+    sample = Sample.take("1", model[1], ((x,), {}), CPU)
+    torch.manual_seed(5)
+    expected, buffers = torch.rand(3), [b.clone() for b in model.buffers()]
+    torch.manual_seed(5)
+    assert try_builds(Compiler(), model, sample, CPU)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+
+
+def test_builds_that_save_as_much_as_a_faster_one_are_left_out() -> None:
+    """Only those that trade time for bytes are worth having."""
+    model = stack(Mlp)
+    sample = Sample.take("0", model[1], ((rows(),), {}), CPU)  # type: ignore[index]
+    one = Trial(model, sample, Compiler().build(sample.module, 1.0), CPU).measure("a")
+    fast = one._replace(name="fast", sizes=(100,), forward_s=1.0, backward_s=1.0)
+    same = fast._replace(name="same", sizes=(99,), forward_s=2.0)
+    small = fast._replace(name="small", sizes=(10,), forward_s=3.0)
+    large = fast._replace(name="large", sizes=(200,), forward_s=4.0)
+    found = worth_having([(1.0, large), (0.7, same), (0.5, fast), (0.0, small)])
+    assert [build.name for _, build in found] == ["fast", "small"]
+
+
+def steps(job: Job, num_steps: int, start: Start, x: Tensor) -> tuple[object, ...]:
+    """Loss and gradients of the last of some steps, each from the same state."""
+    for i in range(num_steps):
+        start.restore()
+        job.meter.peaks = i == num_steps - 1  # type: ignore[attr-defined]
+        with job.step():
+            loss = job.model(x).square().mean()
+            loss.backward()
+    return result_of(job.model, loss)  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("compiled_only")
+@pytest.mark.parametrize("block", [Mlp, Attention])
+def test_the_peak_of_a_job_with_compiled_blocks_is_foreseen(block: type[nn.Module]) -> None:
+    """Measured by the allocator, under several budgets."""
+    model = nn.Sequential(nn.Linear(64, 64), *[block() for _ in range(6)], nn.Linear(64, 8))
+    x, start = torch.randn(64, 64, 64), Start(model)
+    with fitted(model, "keep_all") as job:
+        steps(job, 4, start, x)
+        natural = job.comparison().predicted.device_bytes
+    for share in (1.2, 0.8):
+        budget = {"device": int(natural * share), "disk": GIB, "host": GIB}
+        with fitted(model, "auto", compile="blocks", budget=budget) as job:
+            steps(job, 5, start, x)
+            outcome = job.comparison()
+            assert job.current.shares and not job.runner.deviation  # type: ignore[union-attr]
+            assert outcome.measured is not None
+            assert outcome.measured.device_bytes <= budget["device"]
+            assert outcome.peak_error == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.usefixtures("compiled_only")
+def test_moves_do_not_change_what_compiled_blocks_compute() -> None:
+    """Bit for bit the same with everything moved as with everything kept."""
+    model = nn.Sequential(nn.Linear(64, 64), *[Mlp() for _ in range(4)])
+    x, start, found = torch.randn(64, 64), Start(model), []
+    for policy in ("keep_all", "swap_all"):
+        with fitted(model, policy, compile="blocks") as job:
+            found.append(steps(job, 5, start, x))
+            assert job.current.shares  # type: ignore[union-attr]
+            assert bool(job.current.plan.moves) == (policy == "swap_all")  # type: ignore[union-attr]
+    assert_same(found[1], found[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("compiled_only")
+def test_results_are_those_of_eager_blocks_up_to_rounding() -> None:
+    """Without dropout, whose numbers are drawn in another way."""
+    model = nn.Sequential(nn.Linear(64, 64), *[Mlp(p=0.0) for _ in range(3)])
+    x, start = torch.randn(64, 64), Start(model)
+    start.restore()
+    loss = model(x).square().mean()
+    loss.backward()
+    plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with fitted(model, "auto", compile="blocks") as job:
+        steps(job, 4, start, x)
+        assert job.current.shares  # type: ignore[union-attr]
+    for mine, theirs in zip((p.grad for p in model.parameters()), plain, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.usefixtures("compiled_only")
+def test_the_model_is_itself_outside_of_steps() -> None:
+    """An evaluation between steps runs as it always did."""
+    model = nn.Sequential(nn.Linear(64, 64), *[Mlp() for _ in range(3)])
+    x, start = torch.randn(64, 64), Start(model)
+    with fitted(model, "auto", compile="blocks") as job:
+        steps(job, 4, start, x)
+        assert not any("forward" in m.__dict__ for m in model.modules())
+        start.restore()
+        with job.step():
+            job.model(x).sum().backward()
+            assert "forward" in model[1].__dict__
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_block_that_does_not_compile_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named in a warning, and the job goes on."""
+
+    def fails(self: Compiler, module: nn.Module, share: float) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(Compiler, "build", fails)
+    model = nn.Sequential(nn.Linear(64, 64), *[Mlp() for _ in range(3)])
+    start = Start(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with fitted(model, "auto", compile="blocks") as job:
+            steps(job, 4, start, rows())
+            assert not job.current.shares  # type: ignore[union-attr]
+    assert any("1 is not compiled: RuntimeError: no such kernel" in str(w.message) for w in caught)
+
+
+def test_only_blocks_are_compiled() -> None:
+    """Anything else is refused."""
+    with pytest.raises(InputError, match="blocks"):
+        import legroom
+
+        legroom.fit(nn.Linear(2, 2), machine=MACHINE, compile="everything")
