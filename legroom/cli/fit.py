@@ -51,6 +51,10 @@ def fit(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare all gradients with those of a plain step.")
     ] = False,
+    compile_what: Annotated[
+        str | None,
+        typer.Option("--compile", help="blocks: compile each block on its own, as the plan says."),
+    ] = None,
     page: PagePath = None,
     perfetto: PerfettoPath = None,
     save_plan: Annotated[
@@ -86,6 +90,7 @@ def fit(
         policy=policy,
         machine=machine,
         disk_dir=disk_dir,
+        compile=compile_what,
     ) as running:
         with progress("training", steps) as advance:
             losses = train(training, running, steps, advance)
@@ -118,7 +123,9 @@ def _report(job: "Job") -> tuple[dict[str, Any], list[RenderableType]]:
     if comparison.predicted.costs:
         shown.append(costs_table(comparison.predicted))
     if comparison.measured is None:
-        shown.append("Nothing is measured before the fourth step: use --steps 4 or more.")
+        made = "The plan was made anew after the last step, and has not been measured yet"
+        early = "Nothing is measured before the fourth step"
+        shown.append(f"{made if kind.replans else early}: use more --steps.")
     over = over_budget(comparison.measured or comparison.predicted, job.budget)
     document = {"fits": not over, "policy": plan.policy, "why": plan.why, "budget": job.budget}
     return document | {"machine": plan.machine, "comparison": comparison}, shown

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -206,9 +207,10 @@ class MemoryJob:
     def _plan(self, kind: Kind) -> None:
         assert kind.capture is not None
         budget, step, old = self.planning_budget(), kind.capture.step, kind.plan
-        kind.plan, kind.placement = make_placed_plan(
+        plan, kind.placement = make_placed_plan(
             step, self.machine, budget, self.policy, lossy=self.lossy, places=self.meter.places
         )
+        kind.plan = msgspec.structs.replace(plan, why=kind.compiled + plan.why)
         kind.script = Script(step, kind.plan, kind.capture.forms)
         if old is None or kind.plan.actions != old.actions:
             kind.start_anew()

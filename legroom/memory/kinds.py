@@ -1,5 +1,6 @@
 """The kinds of step a job has met: visits, trace, plan, and what was measured of each."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -92,6 +93,13 @@ class Kind:
         """Another plan is in force: what was measured does not count any more."""
         self.measurements.clear()
         self.pending, self.judged = None, 0
+
+    @property
+    def compiled(self) -> str:
+        """Which builds run, in words; empty where all is eager."""
+        counts = Counter(self.shares.values())
+        mix = ", ".join(f"{n} keep {share:.0%}" for share, n in sorted(counts.items()))
+        return f"{len(self.shares)} blocks compiled ({mix}); " if mix else ""
 
     @property
     def ripe(self) -> bool:

@@ -21,6 +21,7 @@ FLAGS = {
         "--steps",
         "--disk-dir",
         "--verify",
+        "--compile",
         "--page",
         "--perfetto",
         "--save-plan",

@@ -161,6 +161,7 @@ def test_the_peak_of_a_job_with_compiled_blocks_is_foreseen(block: type[nn.Modul
             steps(job, 5, start, x)
             outcome = job.comparison()
             assert job.current.shares and not job.runner.deviation  # type: ignore[union-attr]
+            assert "6 blocks compiled" in job.current.plan.why  # type: ignore[union-attr]
             assert outcome.measured is not None
             assert outcome.measured.device_bytes <= budget["device"]
             assert outcome.peak_error == pytest.approx(0, abs=0.01)
