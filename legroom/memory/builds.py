@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from legroom.memory.host import host_weight
 from legroom.memory.trace import Block, Kind, Op, Phase, Saved, Step, Storage
 
 OWN, GIVEN, RESULT = "own", "given", "result"
@@ -40,6 +41,8 @@ class Build(NamedTuple):
     dtypes: tuple[str, ...]
     """Of its own storages."""
     saves: tuple[Save, ...]
+    host_s: float = 0.0
+    """How long the host is busy with it, both ways."""
 
     @property
     def saved_bytes(self) -> int:
@@ -121,6 +124,7 @@ class _Rewriter:
             storages=tuple(self.storages),
             saved=tuple(self.rows),
             blocks=tuple(self._block(b, block) for b, block in enumerate(self.step.blocks)),
+            host_s=self._host_s(),
         )
         stay = {i: at for i, at in self.op_at.items() if i not in self.site_of}
         return Rebuilt(step.check(), stay, self.storage_at)
@@ -299,6 +303,15 @@ class _Rewriter:
                 yield self._forward_op(b, self.sites[b])
             elif i == self.sites[b].backward[0]:
                 yield self._backward_op(b, self.sites[b])
+
+    def _host_s(self) -> float:
+        """The host's time for what stays eager, and for the builds; 0 where it is not a matter."""
+        if not self.step.host_s:
+            return 0.0
+        weights = [host_weight(op) for op in self.step.ops]
+        stay = sum(w for i, w in enumerate(weights) if i not in self.site_of)
+        built = sum(site.build.host_s for site in self.sites.values())
+        return self.step.host_s * stay / sum(weights) + built
 
     def _mapped(self, storages: Iterable[int], at: int) -> tuple[int, ...]:
         """New numbers of storages, as the op at this old place knows them."""

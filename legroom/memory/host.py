@@ -13,7 +13,7 @@ import numpy as np
 
 from legroom.memory.actions import Compress, Move
 from legroom.memory.plan import moving_blocks
-from legroom.memory.trace import FULL, Phase, Step
+from legroom.memory.trace import FULL, Op, Phase, Step
 
 FRAME_S = 0.5e-3
 """Of a block call that will run again, in forward."""
@@ -44,13 +44,18 @@ def again_s(variant: str, num_replays: int) -> float:
     return num_replays * (AGAIN_S if variant == FULL else PLAY_S)
 
 
+def host_weight(op: Op) -> float:
+    """How long the host takes for an op, next to one in forward."""
+    return BACKWARD if op.phase is Phase.BACKWARD else 1.0
+
+
 class Host:
     """The host's time over one step; nothing where the step does not tell it."""
 
     def __init__(self, step: Step, pace: float = 1.0) -> None:
         self.step, self.pace = step, pace
         """The step, and how many times slower than usual the host is."""
-        weights = [BACKWARD if op.phase is Phase.BACKWARD else 1.0 for op in step.ops]
+        weights = [host_weight(op) for op in step.ops]
         until = np.concatenate(([0.0], np.cumsum(weights)))
         self.step_s = step.host_s * pace
         """How long it is busy with the unplanned step."""

@@ -291,7 +291,7 @@ class MemoryJob:
                 kind.capture, like, self.machine, self.planning_budget(), self.policy
             )
             kind.plain = kind.capture.step
-            kind.capture, kind.shares = made
+            kind.capture, kind.shares, kind.compile_s = made
         kind.recorded, kind.best = True, None
         kind.start_anew()
         self._plan(kind)

@@ -8,6 +8,7 @@ from statistics import median
 import msgspec
 
 from legroom.core.outcome import Outcome
+from legroom.core.units import format_seconds
 from legroom.memory.arena import NOWHERE, Placement
 from legroom.memory.plan import Plan
 from legroom.memory.profile import Capture
@@ -51,6 +52,8 @@ class Kind:
     """The step as recorded, where its blocks are compiled since."""
     shares: dict[str, float] = field(default_factory=dict)
     """Modules that run compiled, and what their builds may keep."""
+    compile_s: float = 0.0
+    """How long it took to compile and try them."""
     recorded: bool = False
     """Whether the trace comes from a real step."""
     reference: tuple[float, float] | None = None
@@ -99,7 +102,8 @@ class Kind:
         """Which builds run, in words; empty where all is eager."""
         counts = Counter(self.shares.values())
         mix = ", ".join(f"{n} keep {share:.0%}" for share, n in sorted(counts.items()))
-        return f"{len(self.shares)} blocks compiled ({mix}); " if mix else ""
+        took = format_seconds(self.compile_s)
+        return f"{len(self.shares)} blocks compiled in {took} ({mix}); " if mix else ""
 
     @property
     def ripe(self) -> bool:

@@ -5,6 +5,7 @@ gradients flow. Nothing of the model is left changed: no gradients, no statistic
 """
 
 import contextlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -99,14 +100,23 @@ def try_builds(
 
 
 def worth_having(found: Sequence[tuple[float, Build]]) -> list[tuple[float, Build]]:
-    """Without those that save as much as a faster one, fastest first."""
-    most = max((build.saved_bytes for _, build in found), default=0)
+    """Without those that a faster one beats in bytes as well, fastest first.
+
+    What is held from forward to backward counts, and what backward holds at most.
+    """
+    slack = ALIKE * max((build.saved_bytes for _, build in found), default=0)
     kept: list[tuple[float, Build]] = []
     for share, build in sorted(found, key=lambda x: x[1].seconds):
-        smallest = min((b.saved_bytes for _, b in kept), default=most + 1)
-        if not kept or build.saved_bytes < smallest - ALIKE * most:
+        if all(_saves_bytes(build, other, slack) for _, other in kept):
             kept.append((share, build))
     return kept
+
+
+def _saves_bytes(build: Build, other: Build, slack: float) -> bool:
+    held, theirs = build.saved_bytes, other.saved_bytes
+    return held < theirs - slack or (
+        held + build.backward_bytes < theirs + other.backward_bytes - slack
+    )
 
 
 class Trial:
@@ -126,13 +136,14 @@ class Trial:
         times = [self._time() for _ in range(ROUNDS)]
         return Build(
             name=name,
-            forward_s=min(there for there, _ in times),
-            backward_s=min(back for _, back in times),
+            forward_s=min(there for there, _, _ in times),
+            backward_s=min(back for _, back, _ in times),
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
             sizes=size,
             dtypes=dtype,
             saves=saves,
+            host_s=min(host for *_, host in times),
         )
 
     def _inputs(self) -> Any:
@@ -179,8 +190,8 @@ class Trial:
         behind = back.peak - came - sum(made.values())
         return (*rows, max(0, there.peak - there.left), max(0, behind))
 
-    def _time(self) -> tuple[float, float]:
-        """Seconds there and back."""
+    def _time(self) -> tuple[float, float, float]:
+        """Seconds there and back, and of the host for both."""
         given = self._inputs()
         clock = _CudaClock() if self.device.type == "cuda" else _CpuClock()
         clock.mark()
@@ -191,7 +202,7 @@ class Trial:
         self._back(given, results, grads)
         clock.mark()
         there, _, back = clock.spans()
-        return there, back
+        return there, back, clock.host_s()
 
 
 def _wants_grad(leaf: Any) -> bool:
@@ -269,28 +280,43 @@ def watched(device: torch.device) -> Iterator[Level]:
 
 
 class _CpuClock:
+    """Takes the time at marks."""
+
     def __init__(self) -> None:
         self._marks: list[float] = []
 
     def mark(self) -> None:
+        """Now."""
         self._marks.append(time.perf_counter())
 
     def spans(self) -> list[float]:
-        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        """Seconds between marks."""
+        return [b - a for a, b in itertools.pairwise(self._marks)]
+
+    def host_s(self) -> float:
+        """A CPU that computes has no host."""
+        return 0.0
 
 
-class _CudaClock:
+class _CudaClock(_CpuClock):
     """Events, with the device asleep until all is enqueued: the host's own pace does not count."""
 
     def __init__(self) -> None:
-        self._marks: list[torch.cuda.Event] = []
+        super().__init__()
+        self._events: list[torch.cuda.Event] = []
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
-        self._marks.append(timing_event())
-        self._marks[-1].record()
+        """Now, for both."""
+        super().mark()
+        self._events.append(timing_event())
+        self._events[-1].record()
 
     def spans(self) -> list[float]:
+        """Seconds of the device between marks."""
         torch.cuda.synchronize()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._events)]
+
+    def host_s(self) -> float:
+        """Seconds of the host from the first mark to the last, which waits for nothing."""
+        return self._marks[-1] - self._marks[0]

@@ -1,6 +1,8 @@
 """Workshop: compiled blocks for a job, from samples of their calls to builds in place."""
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 
 from legroom.core.errors import BudgetError
+from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
 from legroom.memory.builds import Build, Rebuilt
 from legroom.memory.mechanisms.compiled import Compiler, allow_shapes
@@ -17,6 +20,7 @@ from legroom.memory.profile import Capture
 from legroom.memory.trace import Step
 from legroom.memory.trial import Sample, try_builds
 
+log = logging.getLogger("legroom")
 Shares = dict[str, float]
 """Paths of compiled modules, and what their builds may keep."""
 
@@ -26,6 +30,8 @@ class Made(NamedTuple):
 
     capture: Capture
     shares: Shares
+    seconds: float = 0.0
+    """How long it took to compile and try the builds."""
 
 
 class Workshop:
@@ -65,11 +71,10 @@ class Workshop:
         self, capture: Capture, like: Step, machine: Machine, budget: Mapping[str, int], policy: str
     ) -> Made:
         """The step with the mix of builds that is fastest under the budget; eager if that is."""
-        tried = {
-            group: try_builds(self.compiler, self.model, sample, self.device)
-            for group, sample in self._samples.items()
-        }
+        started = time.perf_counter()
+        tried = {group: self._try(sample) for group, sample in self._samples.items()}
         self._samples.clear()
+        took_s = time.perf_counter() - started
         options = self._options(capture.step, like, tried)
         best, best_s = Made(capture, {}), _planned_s(capture.step, machine, budget, policy)
         if not options:
@@ -80,7 +85,15 @@ class Workshop:
             seconds = _planned_s(made.step, machine, budget, policy)
             if seconds < best_s:
                 best, best_s = _made(capture, made, shares, plain), seconds
-        return best
+        return best._replace(seconds=took_s)
+
+    def _try(self, sample: Sample) -> list[tuple[float, Build]]:
+        log.info("compiling %s in several builds", sample.name)
+        found = try_builds(self.compiler, self.model, sample, self.device)
+        for _, build in found:
+            size, seconds = format_bytes(build.saved_bytes), format_seconds(build.seconds)
+            log.info("%s, %s: saves %s, takes %s", sample.name, build.name, size, seconds)
+        return found
 
     def _options(
         self, step: Step, like: Step, tried: Mapping[int, list[tuple[float, Build]]]

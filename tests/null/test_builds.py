@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,3 +113,12 @@ def test_more_relief_gives_faster_mixes() -> None:
     steps = [m.step for m in mixes(row(), MACHINE, limit, dict.fromkeys(range(3), [SMALL, LARGE]))]
     names = [[b.build for b in s.blocks].count("large") for s in steps]
     assert names == sorted(names) and names[0] < names[-1] == 3
+
+
+def test_the_host_is_busy_with_what_stays_eager_and_with_each_build() -> None:
+    """An op in backward weighs twice one in forward."""
+    step = msgspec.structs.replace(row(), host_s=1.0)
+    busy = rebuilt(step, dict.fromkeys(range(3), LARGE._replace(host_s=0.1))).step.host_s
+    # outside are the loss, its backward and the update: 1 + 2 + 1 of 10 + 2 * 10 + 1
+    assert busy == pytest.approx(4 / 31 + 0.3)
+    assert rebuilt(row(), {0: LARGE._replace(host_s=0.1)}).step.host_s == 0

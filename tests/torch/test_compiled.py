@@ -127,12 +127,15 @@ def test_builds_that_save_as_much_as_a_faster_one_are_left_out() -> None:
     model = stack(Mlp)
     sample = Sample.take("0", model[1], ((rows(),), {}), CPU)  # type: ignore[index]
     one = Trial(model, sample, Compiler().build(sample.module, 1.0), CPU).measure("a")
-    fast = one._replace(name="fast", sizes=(100,), forward_s=1.0, backward_s=1.0)
+    fast = one._replace(name="fast", sizes=(100,), forward_s=1.0, backward_s=1.0, backward_bytes=50)
     same = fast._replace(name="same", sizes=(99,), forward_s=2.0)
     small = fast._replace(name="small", sizes=(10,), forward_s=3.0)
     large = fast._replace(name="large", sizes=(200,), forward_s=4.0)
-    found = worth_having([(1.0, large), (0.7, same), (0.5, fast), (0.0, small)])
+    lean = fast._replace(name="lean", sizes=(110,), forward_s=5.0, backward_bytes=0)
+    found = worth_having([(1.0, large), (0.7, same), (0.5, fast), (0.0, small), (0.3, lean)])
     assert [build.name for _, build in found] == ["fast", "small"]
+    found = worth_having([(0.5, fast), (0.3, lean)])
+    assert [build.name for _, build in found] == ["fast", "lean"]
 
 
 def steps(job: Job, num_steps: int, start: Start, x: Tensor) -> tuple[object, ...]:
@@ -161,7 +164,7 @@ def test_the_peak_of_a_job_with_compiled_blocks_is_foreseen(block: type[nn.Modul
             steps(job, 5, start, x)
             outcome = job.comparison()
             assert job.current.shares and not job.runner.deviation  # type: ignore[union-attr]
-            assert "6 blocks compiled" in job.current.plan.why  # type: ignore[union-attr]
+            assert "6 blocks compiled in" in job.current.plan.why  # type: ignore[union-attr]
             assert outcome.measured is not None
             assert outcome.measured.device_bytes <= budget["device"]
             assert outcome.peak_error == pytest.approx(0, abs=0.01)
