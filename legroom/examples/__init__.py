@@ -1,8 +1,8 @@
 """Built-in example jobs, and the user's own by name.
 
-The small ones run a step on two CPU cores in less than half a second; `llama-1b`, `resnet50`,
-`resnet152` and `gpt2` are sized for a GPU. Each builder takes `device` ("meta" too: nothing is
-allocated then) and its sizes by keyword:
+The small ones run a step on two CPU cores in less than half a second; `llama-1b`, `llama-wide`,
+`moe`, `gpt2`, `gpt2-large`, `resnet50`, `resnet152`, `vit-l16` and `unet-512` are sized for a GPU.
+Each builder takes `device` ("meta" too: nothing is allocated then) and its sizes by keyword:
 
     job = EXAMPLES["transformer"](device="cpu", layers=4)
     loss = job.loss_fn(job.model, job.make_batch(seed=1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from legroom.core.errors import InputError
 from legroom.examples.job import EXAMPLES, Device, Job, MakeBatch
-from legroom.examples.models import Decoder, LSTMStack, ResNet, UNet
+from legroom.examples.models import Decoder, LSTMStack, ResNet, UNet, VisionTransformer
 
 
 @EXAMPLES.register("transformer")
@@ -81,6 +81,15 @@ def unet(
     return Job(model, _labelled(device, (batch, 3, image, image), 4, labels), _class_loss)
 
 
+@EXAMPLES.register("unet-512")
+def unet_512(
+    device: Device = "cpu", *, width: int = 64, depth: int = 4, batch: int = 16, image: int = 512
+) -> Job:
+    """The U-Net as published, on images of 512 x 512: channels last, bfloat16 autocast."""
+    model = _build(device, lambda: _channels_last(UNet(width, depth, 21)))
+    return Job(model, _photos(device, batch, image, 21, dense=True), _autocast_class_loss)
+
+
 @EXAMPLES.register("resnet50")
 def resnet50(device: Device = "cpu", *, batch: int = 256, image: int = 224) -> Job:
     """ResNet-50 on ImageNet shapes: channels last, bfloat16 autocast."""
@@ -91,6 +100,22 @@ def resnet50(device: Device = "cpu", *, batch: int = 256, image: int = 224) -> J
 def resnet152(device: Device = "cpu", *, batch: int = 256, image: int = 224) -> Job:
     """ResNet-152 on ImageNet shapes: channels last, bfloat16 autocast."""
     return _imagenet((3, 8, 36, 3), device, batch, image)
+
+
+@EXAMPLES.register("vit-l16")
+def vit_l16(
+    device: Device = "cpu",
+    *,
+    layers: int = 24,
+    dim: int = 1024,
+    heads: int = 16,
+    batch: int = 128,
+    image: int = 224,
+) -> Job:
+    """ViT-L/16 on ImageNet shapes, in bfloat16 autocast."""
+    model = _build(device, lambda: VisionTransformer(image, 16, dim, layers, heads, 1000))
+    make_batch = _labelled(device, (batch, 3, image, image), 1000, (batch,))
+    return Job(model, make_batch, _autocast_class_loss)
 
 
 @EXAMPLES.register("llama-tiny")
@@ -141,6 +166,59 @@ def llama_1b(
     )
 
 
+@EXAMPLES.register("llama-wide")
+def llama_wide(
+    device: Device = "cpu",
+    *,
+    layers: int = 8,
+    dim: int = 4096,
+    heads: int = 32,
+    vocab: int = 32000,
+    batch: int = 8,
+    sequence: int = 2048,
+) -> Job:
+    """The Llama of transformers, few and wide layers of the size of the 7B's, in bfloat16."""
+    return _llama(
+        device,
+        torch.bfloat16,
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        vocab=vocab,
+        batch=batch,
+        sequence=sequence,
+    )
+
+
+@EXAMPLES.register("moe")
+def moe(
+    device: Device = "cpu",
+    *,
+    layers: int = 12,
+    dim: int = 1024,
+    heads: int = 16,
+    experts: int = 8,
+    vocab: int = 32000,
+    batch: int = 16,
+    sequence: int = 2048,
+) -> Job:
+    """The Mixtral of transformers, made small: two experts per token, in bfloat16."""
+    lib = _transformers("moe")
+    config = lib.MixtralConfig(
+        vocab_size=vocab,
+        hidden_size=dim,
+        intermediate_size=int(dim * 2.75) // 16 * 16,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        max_position_embeddings=sequence,
+        use_cache=False,
+    )
+    return _language_model(device, config, batch, sequence)
+
+
 @EXAMPLES.register("gpt2")
 def gpt2(device: Device = "cpu", *, layers: int = 12, batch: int = 8, sequence: int = 1024) -> Job:
     """GPT-2 small of transformers, dropout as published, in float32."""
@@ -148,6 +226,35 @@ def gpt2(device: Device = "cpu", *, layers: int = 12, batch: int = 8, sequence: 
     config = lib.GPT2Config(n_layer=layers, n_positions=sequence, use_cache=False)
     model = _build(device, lambda: lib.GPT2LMHeadModel(config))
     return Job(model, _tokens(device, config.vocab_size, batch, sequence), _own_loss)
+
+
+@EXAMPLES.register("gpt2-large")
+def gpt2_large(
+    device: Device = "cpu",
+    *,
+    layers: int = 36,
+    dim: int = 1280,
+    heads: int = 20,
+    vocab: int = 50257,
+    batch: int = 8,
+    sequence: int = 1024,
+    dropout: float = 0.0,
+) -> Job:
+    """GPT-2 large of transformers, in bfloat16.
+
+    Without dropout: torch's own memory budget gets its gradients wrong (pytorch 190758), and a
+    comparison is to be among tools that are right.
+    """
+    config = _transformers("gpt2-large").GPT2Config(
+        vocab_size=vocab,
+        n_layer=layers,
+        n_embd=dim,
+        n_head=heads,
+        n_positions=sequence,
+        use_cache=False,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
+    )
+    return _language_model(device, config, batch, sequence)
 
 
 # -- models on their device ----------------------------------------------------------------------
@@ -164,19 +271,13 @@ def _build(device: Device, make: Callable[[], nn.Module]) -> nn.Module:
 
 def _imagenet(layers: tuple[int, ...], device: Device, batch: int, image: int) -> Job:
     model = _build(device, lambda: _channels_last(ResNet(layers, 64, 1000)))
-    make = _labelled(device, (batch, 3, image, image), 1000, (batch,))
-
-    def make_batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-        images, labels = make(seed)
-        return images.contiguous(memory_format=torch.channels_last), labels
-
-    return Job(model, make_batch, _autocast_class_loss)
+    return Job(model, _photos(device, batch, image, 1000), _autocast_class_loss)
 
 
 def _channels_last(model: nn.Module) -> nn.Module:
     """The model with its filters laid out by channel; `Module.to` cannot do so to fake tensors."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
             weight = module.weight.detach().contiguous(memory_format=torch.channels_last)
             module.weight = nn.Parameter(weight)
     return model
@@ -204,8 +305,16 @@ def _llama(
         max_position_embeddings=sequence,
         use_cache=False,
     )
-    model = _build(device, lambda: lib.AutoModelForCausalLM.from_config(config, dtype=dtype))
-    return Job(model.train(), _tokens(device, vocab, batch, sequence), _own_loss)
+    return _language_model(device, config, batch, sequence, dtype)
+
+
+def _language_model(
+    device: Device, config: Any, batch: int, sequence: int, dtype: torch.dtype = torch.bfloat16
+) -> Job:
+    """The model of transformers that a configuration describes, with random weights."""
+    make = _transformers(config.model_type).AutoModelForCausalLM.from_config
+    model = _build(device, lambda: make(config, dtype=dtype))
+    return Job(model.train(), _tokens(device, config.vocab_size, batch, sequence), _own_loss)
 
 
 def _transformers(name: str) -> Any:
@@ -237,6 +346,18 @@ def _labelled(
             return torch.empty(shape, device=device), labels
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(shape, generator=generator, device="cpu").to(device), labels
+
+    return make_batch
+
+
+def _photos(device: Device, batch: int, image: int, classes: int, dense: bool = False) -> MakeBatch:
+    """Images by channel with a label each, or one per pixel if `dense`."""
+    labels = (batch, image, image) if dense else (batch,)
+    make = _labelled(device, (batch, 3, image, image), classes, labels)
+
+    def make_batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+        images, labels = make(seed)
+        return images.contiguous(memory_format=torch.channels_last), labels
 
     return make_batch
 

@@ -1,4 +1,4 @@
-"""Small models of our own, in the shapes people train: decoder, ResNet, U-Net, LSTM."""
+"""Models of our own, in the shapes people train: decoder, ViT, ResNet, U-Net, LSTM."""
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 class DecoderBlock(nn.Module):
     """Pre-norm attention and feed-forward, each with a residual."""
+
+    causal = True
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -24,7 +26,7 @@ class DecoderBlock(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         y = self.out(y.transpose(1, 2).flatten(2))
         return y
 
@@ -48,6 +50,36 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class EncoderBlock(DecoderBlock):
+    """The same, where each place sees all others."""
+
+    causal = False
+
+
+class VisionTransformer(nn.Module):
+    """The usual ViT: patches and a class token, encoder blocks, a classifier on the token."""
+
+    def __init__(
+        self, image: int, patch: int, dim: int, layers: int, heads: int, classes: int
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, dim, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.place = nn.Parameter(torch.zeros((image // patch) ** 2 + 1, dim))
+        self.blocks = nn.ModuleList(EncoderBlock(dim, heads, 0.0) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (batch, classes) of images (batch, 3, height, width)."""
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), 1) + self.place
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits
 
 

@@ -40,7 +40,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/trial.py",
     "legroom/memory/verify.py",
     "legroom/memory/workshop.py",
-    "legroom/nn.py",
+    "legroom/nn/*",
 )
 MAY_IMPORT_TORCH_INSIDE_FUNCTIONS = ("legroom/cli/*",)
 

@@ -551,8 +551,8 @@ def test_a_label_outside_the_vocabulary(label: int, grad: bool) -> None:
 
 
 def test_public_names() -> None:
-    """The module has one name for users."""
-    assert legroom.nn.__all__ == ["chunked_cross_entropy"]
+    """What users are to see."""
+    assert legroom.nn.__all__ == ["Head", "chunk_head", "chunked_cross_entropy"]
 
 
 # -- on a device ---------------------------------------------------------------------------------

@@ -19,7 +19,13 @@ BIG = {
     "resnet50": 25_557_032,
     "resnet152": 60_192_808,
     "gpt2": 124_439_808,
+    "gpt2-large": 774_030_080,
+    "llama-wide": 1_881_214_976,
+    "moe": 933_880_832,
+    "unet-512": 31_038_933,
+    "vit-l16": 304_326_632,
 }
+TINY_DECODER = {"layers": 1, "dim": 128, "heads": 2, "vocab": 64, "batch": 1, "sequence": 16}
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -68,8 +74,9 @@ def test_a_big_example_builds_on_meta(name: str) -> None:
     }
 
 
-def test_llama_1b_is_in_bfloat16() -> None:
-    model = EXAMPLES["llama-1b"](device="meta").model
+@pytest.mark.parametrize("name", ["llama-1b", "llama-wide", "moe", "gpt2-large"])
+def test_a_big_language_model_is_in_bfloat16(name: str) -> None:
+    model = EXAMPLES[name](device="meta").model
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
@@ -78,10 +85,12 @@ def test_llama_1b_is_in_bfloat16() -> None:
     [
         ("resnet50", {"batch": 2, "image": 64}),
         ("gpt2", {"layers": 1, "batch": 1, "sequence": 16}),
-        (
-            "llama-1b",
-            {"layers": 1, "dim": 128, "heads": 2, "vocab": 64, "batch": 1, "sequence": 16},
-        ),
+        ("llama-1b", TINY_DECODER),
+        ("llama-wide", TINY_DECODER),
+        ("moe", TINY_DECODER),
+        ("gpt2-large", {"layers": 1, "dim": 64, "heads": 2, "batch": 1, "sequence": 16}),
+        ("vit-l16", {"layers": 1, "dim": 64, "heads": 2, "batch": 2, "image": 32}),
+        ("unet-512", {"width": 4, "depth": 2, "batch": 2, "image": 16}),
         ("transformer", {"layers": 1, "batch": 2, "sequence": 16, "dropout": 0.5}),
     ],
 )
@@ -93,10 +102,12 @@ def test_sizes_are_keywords(name: str, sizes: dict[str, Any]) -> None:
     assert math.isfinite(loss.item())
 
 
-def test_resnets_are_channels_last() -> None:
-    job = EXAMPLES["resnet50"](batch=2, image=32)
+@pytest.mark.parametrize("name", ["resnet50", "unet-512"])
+def test_convolutions_are_channels_last(name: str) -> None:
+    job = EXAMPLES[name](batch=2, image=32)
     images, _ = job.make_batch()
-    convolutions = [m.weight for m in job.model.modules() if isinstance(m, nn.Conv2d)]
+    kinds = (nn.Conv2d, nn.ConvTranspose2d)
+    convolutions = [m.weight for m in job.model.modules() if isinstance(m, kinds)]
     for tensor in (images, *convolutions):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
 

@@ -1,4 +1,4 @@
-"""Parts of a model written to need less memory: the head and its loss, a few rows at a time."""
+"""The head of a language model and its loss, a few rows at a time."""
 
 import contextlib
 from collections.abc import Callable, Iterable
