@@ -152,6 +152,8 @@ class MemoryJob:
             )
 
     def _open(self, kind: Kind, stack: contextlib.ExitStack) -> None:
+        if self.workshop is not None and kind.visits == WARM - 1 and kind.capture is not None:
+            stack.enter_context(self.workshop.sampling(kind.capture.step))
         if kind.visits < WARM or kind.recorded:
             stack.enter_context(self.meter.step())
             stack.enter_context(self.runner.following())
@@ -160,8 +162,6 @@ class MemoryJob:
         recorder = Recorder(self.model, self.device, timer)
         name_states(recorder, self.model, self.optimizer)
         self._recording = (recorder, timer, self.meter.found())
-        if self.workshop is not None and kind.capture is not None:
-            stack.enter_context(self.workshop.sampling(kind.capture.step))
         stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
         stack.enter_context(recorder.watch_modules())

@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
 from legroom.memory.mechanisms.compiled import Compiler, can_compile
 from legroom.memory.mechanisms.recompute import Autocast, autocast_state
-from legroom.memory.saved import StorageTable, is_ours, weight_storages
+from legroom.memory.saved import (
+    StorageTable,
+    ViewOf,
+    flat_bytes,
+    has_storage,
+    is_ours,
+    weight_storages,
+)
 from legroom.memory.timers import SLEEP_CYCLES, memory_reports, reports_peak, timing_event
 from legroom.memory.verify import Snapshot
 
@@ -29,6 +36,18 @@ SHARES = (1.0, 0.7, 0.4, 0.2, 0.0)
 ROUNDS = 4
 ALIKE = 0.02
 """Builds that differ in bytes by less, as a share of the most that any saves, are one."""
+
+
+class Given(NamedTuple):
+    """An argument that wants no gradient, with its numbers: in host memory until a trial."""
+
+    view: ViewOf
+    flat: Tensor
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        """The tensor again."""
+        return self.view.on(self.flat.to(self.device, copy=True))
 
 
 class Like(NamedTuple):
@@ -52,7 +71,7 @@ class Sample:
     name: str
     module: nn.Module
     args: Any
-    """(args, kwargs), each tensor that wants a gradient as a Like."""
+    """(args, kwargs), each tensor as a Like or a Given."""
     autocast: Autocast
 
     @classmethod
@@ -73,8 +92,8 @@ class Sample:
 def _stand_in(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if not leaf.requires_grad:
-        return leaf.detach()
+    if not leaf.requires_grad and has_storage(leaf):
+        return Given(ViewOf.of(leaf), flat_bytes(leaf).to("cpu", copy=True), leaf.device)
     return Like(leaf.size(), leaf.stride(), leaf.dtype, leaf.device)
 
 
@@ -148,9 +167,9 @@ class Trial:
 
     def _inputs(self) -> Any:
         return tree_map(
-            lambda x: x.tensor() if isinstance(x, Like) else x,
+            lambda x: x.tensor() if isinstance(x, Like | Given) else x,
             self.sample.args,
-            is_leaf=lambda x: isinstance(x, Like),
+            is_leaf=lambda x: isinstance(x, Like | Given),
         )
 
     def _there(self, given: Any) -> list[Tensor]:

@@ -21,6 +21,8 @@ from legroom.memory.trace import Step
 from legroom.memory.trial import Sample, try_builds
 
 log = logging.getLogger("legroom")
+Tried = dict[tuple[str, int], list[tuple[float, Build]]]
+"""By module and call, the builds of a block with their shares."""
 Shares = dict[str, float]
 """Paths of compiled modules, and what their builds may keep."""
 
@@ -41,17 +43,19 @@ class Workshop:
         self.model, self.device = model, device
         self.compiler = Compiler(backend)
         self._modules = dict(model.named_modules())
-        self._samples: dict[int, Sample] = {}
+        self._samples: dict[str, dict[int, Sample]] = {}
+        """For each signature, a call of one block of each group."""
+        self._tried: dict[str, Tried] = {}
         allow_shapes()
 
     @contextlib.contextmanager
-    def sampling(self, step: Step | None) -> Iterator[None]:
+    def sampling(self, step: Step) -> Iterator[None]:
         """Note how the first block of each group is called while a step runs."""
-        self._samples.clear()
+        samples = self._samples.setdefault(step.signature, {})
         handles = []
-        for block in step.blocks if step is not None else ():
+        for block in step.blocks:
             if block.call == 0:
-                hook = self._sampler(block.group, block.name)
+                hook = self._sampler(samples, block.group, block.name)
                 module = self._modules[block.module]
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         try:
@@ -60,10 +64,10 @@ class Workshop:
             for handle in handles:
                 handle.remove()
 
-    def _sampler(self, group: int, name: str) -> Any:
+    def _sampler(self, samples: dict[int, Sample], group: int, name: str) -> Any:
         def sample(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if group not in self._samples and torch.is_grad_enabled():
-                self._samples[group] = Sample.take(name, module, (args, kwargs), self.device)
+            if group not in samples and torch.is_grad_enabled():
+                samples[group] = Sample.take(name, module, (args, kwargs), self.device)
 
         return sample
 
@@ -72,10 +76,9 @@ class Workshop:
     ) -> Made:
         """The step with the mix of builds that is fastest under the budget; eager if that is."""
         started = time.perf_counter()
-        tried = {group: self._try(sample) for group, sample in self._samples.items()}
-        self._samples.clear()
+        tried = self._tried_for(like)
         took_s = time.perf_counter() - started
-        options = self._options(capture.step, like, tried)
+        options = self._options(capture.step, tried)
         best, best_s = Made(capture, {}), _planned_s(capture.step, machine, budget, policy)
         if not options:
             return best
@@ -95,15 +98,22 @@ class Workshop:
             log.info("%s, %s: saves %s, takes %s", sample.name, build.name, size, seconds)
         return found
 
-    def _options(
-        self, step: Step, like: Step, tried: Mapping[int, list[tuple[float, Build]]]
-    ) -> dict[int, list[tuple[float, Build]]]:
+    def _tried_for(self, like: Step) -> Tried:
+        """The builds of each block that was sampled, tried once for each signature."""
+        samples = self._samples.pop(like.signature, {})
+        if samples:
+            groups = {group: self._try(sample) for group, sample in samples.items()}
+            self._tried[like.signature] = {
+                (b.module, b.call): groups[b.group] for b in like.blocks if b.group in groups
+            }
+        return self._tried.get(like.signature, {})
+
+    def _options(self, step: Step, tried: Tried) -> dict[int, list[tuple[float, Build]]]:
         """Builds for each block; none for modules that are called more than once."""
-        groups = {(b.module, b.call): b.group for b in like.blocks}
         several = {b.module for b in step.blocks if b.call > 0}
         options = {}
         for i, block in enumerate(step.blocks):
-            found = tried.get(groups.get((block.module, block.call), -1), [])
+            found = tried.get((block.module, block.call))
             if found and block.module not in several:
                 options[i] = found
         return options

@@ -237,3 +237,22 @@ def test_only_blocks_are_compiled() -> None:
         import legroom
 
         legroom.fit(nn.Linear(2, 2), machine=MACHINE, compile="everything")
+
+
+@pytest.mark.usefixtures("compiled_only")
+def test_steps_of_two_sizes_that_take_turns_each_get_their_builds() -> None:
+    """What one size was sampled with is not tried for the other."""
+    model = nn.Sequential(nn.Linear(64, 64), *[Mlp(p=0.0) for _ in range(3)])
+    start, xs = Start(model), (torch.randn(32, 64), torch.randn(48, 64))
+    with fitted(model, "auto", compile="blocks") as job:
+        for i in range(8):
+            start.restore()
+            with job.step():
+                job.model(xs[i % 2]).square().mean().backward()
+        assert [len(kind.shares) for kind in job.kinds.values()] == [3, 3]
+        assert not job.runner.deviation
+        sizes = [
+            max(s.num_bytes for s in k.capture.step.storages if ": saved" in s.name)  # type: ignore[union-attr]
+            for k in job.kinds.values()
+        ]
+        assert sizes[0] * 48 == sizes[1] * 32
