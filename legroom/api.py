@@ -14,10 +14,12 @@ from legroom.core.outcome import Comparison, Outcome, Timeline
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
+from legroom.memory.frontier import NUM_POINTS, Point, frontier, next_steps
 from legroom.memory.job import MemoryJob
 from legroom.memory.kinds import Kind
+from legroom.memory.plan import Plan
 from legroom.memory.planner import POLICIES, make_plan
-from legroom.memory.profile import STATE_RULES, LossFn, capture_fake, stand_in_loss
+from legroom.memory.profile import STATE_RULES, Capture, LossFn, capture_fake, stand_in_loss
 from legroom.memory.simulate import Simulator
 from legroom.memory.timeline import predicted_timeline
 from legroom.memory.trace import Step
@@ -60,6 +62,31 @@ class Job(MemoryJob):
         if comparison.predicted.costs:
             text += "\n" + to_text(costs_table(comparison.predicted))
         return text
+
+    def frontier(self, num_points: int = NUM_POINTS) -> list[Point]:
+        """Predicted step time and peak from the smallest budget that works to one without plan."""
+        kind = self.known()
+        step = kind.plain or (kind.capture.step if kind.capture is not None else None)
+        assert step is not None
+        natural = Simulator(step, self.machine).shape([]).peak
+        return list(frontier(self._plan_at, natural, num_points))
+
+    def next_steps(self) -> str:
+        """What a GiB more would buy and one less would cost ("+1.00 GiB: -3 ms; ...")."""
+        kind = self.known()
+        assert kind.plan is not None
+        limit = self.planning_budget()["device"]
+        return next_steps(self._plan_at, limit, kind.plan.predicted.step_s)
+
+    def _plan_at(self, limit: int) -> Plan:
+        """A plan of the step at hand for another budget; builds are chosen anew."""
+        kind = self.known()
+        assert kind.capture is not None
+        budget, step = {**self.planning_budget(), "device": limit}, kind.capture.step
+        if self.workshop is not None and kind.plain is not None:
+            eager = Capture(kind.plain, {})
+            step = self.workshop.make(eager, step, self.machine, budget, self.policy).capture.step
+        return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy, quick=True)
 
     def page(self, path: str | Path) -> Path:
         """Write the report as one HTML file."""

@@ -7,6 +7,7 @@ import typer
 from rich.console import RenderableType
 
 from legroom.cli.answer import Answer, progress, verb
+from legroom.cli.frontier import frontier_answer
 from legroom.cli.jobs import build, check_policy, make_optimizer, pick_device
 from legroom.cli.options import (
     AsJson,
@@ -55,6 +56,10 @@ def fit(
         str | None,
         typer.Option("--compile", help="blocks: compile each block on its own, as the plan says."),
     ] = None,
+    show_frontier: Annotated[
+        bool,
+        typer.Option("--frontier", help="Only print what each budget would give; train nothing."),
+    ] = False,
     page: PagePath = None,
     perfetto: PerfettoPath = None,
     save_plan: Annotated[
@@ -72,6 +77,10 @@ def fit(
 
         legroom fit transformer --budget 120MiB --verify
 
+    What each budget would give, by the simulator, with no training at all:
+
+        legroom fit llama-1b --machine a100-40g --frontier
+
     Your own job, with a page to look at; `compare` and `show` read the files again:
 
         legroom fit train.py:job -b 16GiB --page fit.html --save-plan p.json --save-trace t.json
@@ -79,6 +88,8 @@ def fit(
     import legroom
 
     check_policy(policy)
+    if show_frontier:
+        return frontier_answer(job, machine, policy, optimizer, read_sizes(sizes))
     target = pick_device(device)
     example = build(job, target, read_sizes(sizes))
     training = Training(example, make_optimizer(optimizer, example.model), target)

@@ -22,6 +22,7 @@ FLAGS = {
         "--disk-dir",
         "--verify",
         "--compile",
+        "--frontier",
         "--page",
         "--perfetto",
         "--save-plan",

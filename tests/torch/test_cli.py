@@ -245,6 +245,14 @@ def test_compare_that_no_policy_passes_is_code_1(cpu: list[str]) -> None:
     assert found["fits"] is False and len(found["policies"]) == 1
 
 
+def test_the_frontier_is_printed_without_training(cpu: list[str]) -> None:
+    found = answer("fit", *JOB, *cpu, "--frontier")
+    times = [point["step_s"] for point in found["frontier"]]
+    assert len(times) > 2 and times[0] >= times[-1] == found["unlimited"]["step_s"]
+    assert all(p["peak_bytes"] <= p["budget_bytes"] for p in found["frontier"])
+    assert "against no limit" in call("fit", *JOB, *cpu, "--frontier").stdout
+
+
 # -- fit, and what it leaves ---------------------------------------------------------------------
 
 
