@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
+from legroom.memory.mechanisms.attributes import attributes_kept
 from legroom.memory.mechanisms.compiled import Compiler, can_compile
 from legroom.memory.mechanisms.recompute import Autocast, autocast_state
 from legroom.memory.saved import (
@@ -104,10 +105,12 @@ def try_builds(
     why = can_compile(sample.module)
     keep, found = Snapshot(sample.module, device), []
     try:
-        for share in SHARES if not why else ():
-            trial = Trial(model, sample, compiler.build(sample.module, share), device)
-            with contextlib.suppress(torch.OutOfMemoryError):
-                found.append((share, trial.measure(f"keep {share:.0%}")))
+        with attributes_kept(sample.module.modules()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler's own
+            for share in SHARES if not why else ():
+                trial = Trial(model, sample, compiler.build(sample.module, share), device)
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    found.append((share, trial.measure(f"keep {share:.0%}")))
     except Exception as error:  # whatever a compiler may raise
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     finally:

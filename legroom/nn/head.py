@@ -5,11 +5,12 @@ that are not made yet: the loss takes hidden states and weight from them and wor
 looks at such logits in any other way gets them made in full, as if nothing had been changed.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from legroom.core.errors import InputError
 from legroom.nn.loss import chunked_cross_entropy
@@ -18,16 +19,22 @@ from legroom.nn.loss import chunked_cross_entropy
 class Unmade:
     """Logits that are made when somebody looks at them."""
 
-    def __init__(self, head: nn.Linear, hidden: Tensor) -> None:
-        self._head, self._hidden = head, hidden
+    def __init__(self, head: nn.Linear, hidden: Tensor, wide: bool = False) -> None:
+        self._head, self._hidden, self._wide = head, hidden, wide
         self._made: Tensor | None = None
-        self._grad = torch.is_grad_enabled()
+        self._version = head.weight._version
 
     def make(self) -> Tensor:
-        """All of them, once."""
+        """All of them, once; raises RuntimeError if the weight was updated since."""
         if self._made is None:
-            with torch.set_grad_enabled(self._grad):
-                self._made = nn.Linear.forward(self._head, self._hidden)
+            if self._head.weight._version != self._version:
+                raise RuntimeError(
+                    "these logits were not made before the head's weight was changed: look at "
+                    "output.logits before optimizer.step(), or call remove() on the chunked head"
+                )
+            with torch.enable_grad():
+                made = nn.Linear.forward(self._head, self._hidden)
+            self._made = made.float() if self._wide else made
         return self._made
 
     def fits(self, labels: Tensor, vocab_size: int) -> bool:
@@ -42,9 +49,9 @@ class Unmade:
             hidden, head.weight, labels, bias=head.bias, chunks=chunks, **terms
         )
 
-    def float(self) -> Self:
-        """Itself: the loss is computed in float32 in any case."""
-        return self
+    def float(self) -> "Unmade":
+        """The same in float32, which the loss is computed in anyway."""
+        return Unmade(self._head, self._hidden, wide=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -55,25 +62,29 @@ class Unmade:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = [a.make() if isinstance(a, Unmade) else a for a in args]
-        named = {k: v.make() if isinstance(v, Unmade) else v for k, v in (kwargs or {}).items()}
+        made, named = tree_map(_made, (args, kwargs or {}))
         return func(*made, **named)
 
     def __repr__(self) -> str:
         return repr(self.make())
 
 
+def _made(leaf: Any) -> Any:
+    return leaf.make() if isinstance(leaf, Unmade) else leaf
+
+
 def _as_tensor(name: str) -> Any:
     def call(self: Unmade, *args: Any) -> Any:
-        return getattr(self.make(), name)(*args)
+        return getattr(self.make(), name)(*[_made(a) for a in args])
 
     return call
 
 
 for _name in (
     "__getitem__", "__len__", "__iter__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
-    "__rmul__", "__truediv__", "__neg__", "__matmul__", "__gt__", "__lt__", "__eq__", "__hash__",
-    "__float__", "__bool__",
+    "__rmul__", "__truediv__", "__rtruediv__", "__floordiv__", "__mod__", "__pow__", "__neg__",
+    "__abs__", "__matmul__", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__", "__hash__",
+    "__float__", "__bool__", "__setitem__",
 ):  # fmt: skip
     setattr(Unmade, _name, _as_tensor(_name))
 
@@ -88,7 +99,10 @@ class Head:
         head.__dict__["forward"] = self._put_off
         model.__dict__["_loss_function"] = self._loss
 
-    def _put_off(self, hidden: Tensor) -> Unmade:
+    def _put_off(self, hidden: Tensor) -> Any:
+        """Only where a backward can follow: an evaluation gets its logits."""
+        if not torch.is_grad_enabled():
+            return nn.Linear.forward(self.head, hidden)
         return Unmade(self.head, hidden)
 
     def _loss(
@@ -102,15 +116,14 @@ class Head:
         **others: Any,
     ) -> Any:
         """As transformers has it, whose loss takes no notice of others either."""
-        if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        fits = isinstance(logits, Unmade) and logits.fits(shift_labels, vocab_size)
-        if not fits:
-            made = logits.make() if isinstance(logits, Unmade) else logits
+        following = shift_labels
+        if following is None:
+            following = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if not isinstance(logits, Unmade) or not logits.fits(following, vocab_size):
             terms = {"ignore_index": ignore_index, "shift_labels": shift_labels, **others}
-            return self._plain(made, labels, vocab_size, num_items_in_batch, **terms)
+            return self._plain(_made(logits), labels, vocab_size, num_items_in_batch, **terms)
         return logits.loss(
-            shift_labels, self.chunks, ignore_index=ignore_index, num_items=num_items_in_batch
+            following, self.chunks, ignore_index=ignore_index, num_items=num_items_in_batch
         )
 
     def remove(self) -> None:
@@ -132,12 +145,17 @@ def chunk_head(model: nn.Module, chunks: int = 8) -> Head:
     Raises InputError for a model with another loss, or another head than a linear layer.
     """
     try:
+        from transformers import PreTrainedModel
         from transformers.loss.loss_utils import ForCausalLMLoss
     except ImportError as error:
         raise InputError("chunk_head needs transformers: pip install transformers") from error
 
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(
+            f"{type(model).__name__} is not a model of transformers; if it wraps one, give that one"
+        )
+    whole: Any = model
+    head = whole.get_output_embeddings()
     if type(head) is not nn.Linear or "forward" in head.__dict__:
         raise InputError(f"the head of {type(model).__name__} is {type(head).__name__}, not Linear")
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:

@@ -1,5 +1,7 @@
 """Causal language models of transformers with their loss in chunks, and nothing else changed."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -80,7 +84,9 @@ def test_logits_are_made_for_who_looks_at_them() -> None:
     assert torch.equal(out.logits.argmax(-1), plain.argmax(-1))
     assert torch.equal(torch.softmax(out.logits, -1), torch.softmax(plain, -1))
     assert torch.equal(out.logits[:, -1], plain[:, -1])
-    assert torch.equal(out.logits / 2, plain / 2)
+    assert torch.equal(out.logits / 2, plain / 2) and torch.equal(1 / out.logits, 1 / plain)
+    assert torch.equal(out.logits**2, plain**2) and bool((out.logits >= plain).all())
+    assert torch.equal(torch.cat([out.logits, out.logits]), torch.cat([plain, plain]))
     assert out.logits.make() is out.logits.make()
     again = model.generate(x[:1], max_new_tokens=3, do_sample=False)
     assert again.shape[1] == x.shape[1] + 3
@@ -95,6 +101,47 @@ def test_gradients_flow_through_logits_that_were_looked_at() -> None:
     chunk_head(model)
     model(input_ids=x).logits.float().logsumexp(-1).mean().backward()
     assert torch.equal(model.lm_head.weight.grad, plain)
+
+
+def test_models_that_change_their_logits_are_left_as_they_are() -> None:
+    """Their loss gets logits in full, capped as they should be."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, use_cache=False,
+    )  # fmt: skip
+    model, x = Gemma2ForCausalLM(config), ids()
+    plain = grads(model, input_ids=x, labels=x)
+    chunk_head(model)
+    torch.testing.assert_close(grads(model, input_ids=x, labels=x), plain)
+
+
+def test_logits_of_old_weights_are_not_made_from_new_ones() -> None:
+    """After the update they cannot be had any more, and say so."""
+    model, x = llama(), ids()
+    chunk_head(model)
+    out = model(input_ids=x, labels=x)
+    out.loss.backward()
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    with pytest.raises(RuntimeError, match="before optimizer.step"):
+        out.logits.argmax()
+
+
+def test_an_evaluation_gets_tensors() -> None:
+    """What gathers logits over batches wants nothing else."""
+    model, x = llama().eval(), ids()
+    chunk_head(model)
+    with torch.no_grad():
+        out = model(input_ids=x, labels=x)
+    assert isinstance(out.logits, torch.Tensor)
+
+
+def test_float_gives_float32() -> None:
+    """For a model in bfloat16 as well."""
+    model, x = llama().bfloat16(), ids()
+    chunk_head(model)
+    logits = model(input_ids=x).logits
+    assert logits.dtype == torch.bfloat16 and logits.float().softmax(-1).dtype == torch.float32
 
 
 def test_the_peak_falls() -> None:
@@ -131,7 +178,7 @@ def test_it_goes_with_a_budget() -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (nn.Linear(2, 2), "not Linear"),
+        (nn.Linear(2, 2), "not a model of transformers"),
         (BertForMaskedLM(BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1,
                                     num_attention_heads=2, intermediate_size=32)), "loss"),
     ],
@@ -140,6 +187,13 @@ def test_other_models_are_refused(model: nn.Module, says: str) -> None:
     """By what is different about them."""
     with pytest.raises(InputError, match=says):
         chunk_head(model)
+
+
+def test_it_is_found_by_its_name() -> None:
+    """With no import but that of legroom."""
+    code = "import legroom; print(legroom.nn.chunk_head.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "chunk_head"
 
 
 def test_a_head_is_not_chunked_twice_or_into_nothing() -> None:
