@@ -1,5 +1,6 @@
 """What the benchmarks share: a case in a process of its own, timed steps, peaks, result files."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -247,3 +248,17 @@ class Results:
         """Write all of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What both benchmarks take: how long to run, where to write, and which case a child is."""
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warm", type=int, default=40)
+    parser.add_argument("--timeout", type=float, default=300)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--keep", default="", help="folder for legroom's traces and plans")
+    parser.add_argument("--out", default="", help="result file")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--case-model", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--case-tool", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--cap", type=float, default=0, help=argparse.SUPPRESS)

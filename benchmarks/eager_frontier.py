@@ -26,6 +26,7 @@ from cases import (
     Row,
     Times,
     adamw,
+    add_arguments,
     build,
     cap_device,
     child,
@@ -100,16 +101,7 @@ def main() -> None:
     parser.add_argument("--models", default="llama-1b,resnet152")
     parser.add_argument("--tools", default=",".join((*PEERS, "legroom", "idle")))
     parser.add_argument("--caps", default="", help="GiB, for legroom; 0 is none")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=40)
-    parser.add_argument("--timeout", type=float, default=300)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--keep", default="", help="folder for legroom's traces and plans")
-    parser.add_argument("--out", default="", help="result file")
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--case-model", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--case-tool", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--cap", type=float, default=0, help=argparse.SUPPRESS)
+    add_arguments(parser)
     args = parser.parse_args()
     if args.case_model:
         print(json.dumps(run_case(args)), flush=True)

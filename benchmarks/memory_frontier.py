@@ -36,6 +36,7 @@ from cases import (
     Row,
     Times,
     adamw,
+    add_arguments,
     build,
     cap_device,
     child,
@@ -326,13 +327,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--models", default="", help=f"of {', '.join(TINY)}")
     parser.add_argument("--tools", default="", help=f"of {', '.join(TOOLS)}, or compile-0.7, ...")
     parser.add_argument("--caps", default="", help="for legroom: GiB, or 50%% of eager's peak")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=40)
-    parser.add_argument("--timeout", type=float, default=300)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--keep", default="", help="folder for legroom's traces and plans")
-    parser.add_argument("--out", default="", help="result file")
-    parser.add_argument("--verbose", action="store_true")
+    add_arguments(parser)
     parser.add_argument("--cold", action="store_true", help="compile each case from nothing")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--fresh", action="store_true", help="run cases again that were run before")
@@ -340,9 +335,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--largest-batch", type=float, default=0, metavar="GIB")
     parser.add_argument("--table", action="store_true", help="print the results as markdown")
     parser.add_argument("--figure", default="", help="draw the results as SVG")
-    parser.add_argument("--case-model", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--case-tool", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--cap", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 

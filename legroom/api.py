@@ -58,7 +58,8 @@ class Job(MemoryJob):
         """Predicted beside measured, and what each action bought and cost, as text."""
         kind = self.known()
         comparison = self.comparison(kind)
-        text = to_text(comparison_table(comparison, kind.plan))
+        assert kind.plan is not None
+        text = to_text(comparison_table(comparison, kind.plan)) + f"\nHow: {kind.plan.why}.\n"
         if comparison.predicted.costs:
             text += "\n" + to_text(costs_table(comparison.predicted))
         return text

@@ -130,7 +130,7 @@ def _report(job: "Job") -> tuple[dict[str, Any], list[RenderableType]]:
     kind, comparison = last_kind(job), job.comparison()
     plan = kind.plan
     assert plan is not None
-    shown: list[RenderableType] = [comparison_table(comparison, plan)]
+    shown: list[RenderableType] = [comparison_table(comparison, plan), f"How: {plan.why}."]
     if comparison.predicted.costs:
         shown.append(costs_table(comparison.predicted))
     if comparison.measured is None:

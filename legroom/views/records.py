@@ -93,7 +93,7 @@ def _blocks(step: Step) -> Table:
         alike = [block for block in step.blocks if block.group == group]
         first = alike[0]
         seconds = sum(op.time_s for op in step.ops[first.first : first.last + 1])
-        ways = first.barred or ", ".join(v.name for v in first.variants) or "keep"
+        ways = first.build or first.barred or ", ".join(v.name for v in first.variants) or "keep"
         rows.append((first.name, str(len(alike)), format_seconds(seconds), ways))
     table = _rows(("block", "alike", "forward", "variants"), rows)
     table.columns[3].justify, table.columns[3].no_wrap = "left", False
