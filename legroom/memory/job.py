@@ -25,7 +25,7 @@ from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, make_meter
 from legroom.memory.escape import check_real
-from legroom.memory.kinds import Kind, Measurement
+from legroom.memory.kinds import Kind, Measurement, Outfit
 from legroom.memory.online import make_evictor
 from legroom.memory.planner import make_placed_plan, make_safe_plan
 from legroom.memory.profile import (
@@ -122,7 +122,7 @@ class MemoryJob:
             raise
         finally:
             self._stack = None
-            self._place({})
+            self._place(Outfit())
         self._after_step()
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -229,12 +229,12 @@ class MemoryJob:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
         self.meter.make_room(kind.placement.stretches)
-        self._place(kind.shares)
+        self._place(kind.outfit)
 
-    def _place(self, shares: dict[str, float]) -> None:
+    def _place(self, outfit: Outfit) -> None:
         """Compiled blocks in place of eager ones, while a step runs."""
         if self.workshop is not None:
-            self.workshop.place(shares)
+            self.workshop.place(outfit)
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
@@ -259,7 +259,7 @@ class MemoryJob:
         kind.strayed = kind.strayed + 1 if strayed else 0
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
             kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
-            kind.shares = {}
+            kind.outfit = Outfit()
             self.signer = Signer(self.model)
         if self._recording is not None:
             self._use_recording(kind)
@@ -291,7 +291,7 @@ class MemoryJob:
                 kind.capture, like, self.machine, self.planning_budget(), self.policy
             )
             kind.plain = kind.capture.step
-            kind.capture, kind.shares, kind.compile_s = made
+            kind.capture, kind.outfit, kind.compile_s = made
         kind.recorded, kind.best = True, None
         kind.start_anew()
         self._plan(kind)
@@ -359,7 +359,7 @@ class MemoryJob:
         try:
             self._settle(closure)
             assert self.current is not None and self.current.plan is not None
-            exact = self.current.plan.exact and not self.current.shares
+            exact = self.current.plan.exact and not self.current.outfit.changes
             return verify_step(self.model, self.device, closure, self.step, exact_plan=exact)
         finally:
             self._warned = warned
@@ -391,7 +391,7 @@ class MemoryJob:
         if not self._closed:
             self._closed = True
             self._hook.remove()
-            self._place({})
+            self._place(Outfit())
             self.runner.remove()
             self.meter.uncap()  # first: what is still out comes back, however little room there was
             self.tiers.close()

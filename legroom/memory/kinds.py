@@ -1,9 +1,11 @@
 """The kinds of step a job has met: visits, trace, plan, and what was measured of each."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +39,27 @@ class Measurement:
     host_s: float = 0.0
 
 
+class Outfit(NamedTuple):
+    """What runs in place of the model's own code while a step lasts."""
+
+    shares: Mapping[str, float] = MappingProxyType({})
+    """Modules that run compiled, and what their builds may keep."""
+    chunks: int = 0
+    """How many the loss of a language model is computed in; 0: as the model has it."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is any."""
+        return bool(self.shares or self.chunks)
+
+    def __str__(self) -> str:
+        counts = Counter(self.shares.values())
+        mix = ", ".join(f"{n} keep {share:.0%}" for share, n in sorted(counts.items()))
+        chunks = f"loss in {self.chunks} chunk{'s' * (self.chunks > 1)}" if self.chunks else ""
+        blocks = f"{len(self.shares)} blocks compiled ({mix})" if mix else ""
+        return ", ".join(x for x in (blocks, chunks) if x)
+
+
 @dataclass
 class Kind:
     """One signature of step."""
@@ -50,8 +73,7 @@ class Kind:
     """How the plan's tensors lie, where the device's allocator can be helped with that."""
     plain: Step | None = None
     """The step as recorded, where its blocks are compiled since."""
-    shares: dict[str, float] = field(default_factory=dict)
-    """Modules that run compiled, and what their builds may keep."""
+    outfit: Outfit = Outfit()
     compile_s: float = 0.0
     """How long it took to compile and try them."""
     recorded: bool = False
@@ -100,10 +122,8 @@ class Kind:
     @property
     def compiled(self) -> str:
         """Which builds run, in words; empty where all is eager."""
-        counts = Counter(self.shares.values())
-        mix = ", ".join(f"{n} keep {share:.0%}" for share, n in sorted(counts.items()))
         took = format_seconds(self.compile_s)
-        return f"{len(self.shares)} blocks compiled in {took} ({mix}); " if mix else ""
+        return f"{self.outfit}, tried in {took}; " if self.outfit.changes else ""
 
     @property
     def ripe(self) -> bool:

@@ -27,7 +27,10 @@ SOLVE_S = 1.0
 
 def mixes(step: Step, machine: Machine, limit: int, options: Options) -> Iterator[Rebuilt]:
     """The step with builds chosen, for one guess after the other of what moves will free."""
-    least = {b: min(builds, key=lambda x: x.saved_bytes) for b, builds in options.items()}
+    least = {
+        b: min(builds, key=lambda x: (x.saved_bytes, x.forward_bytes))
+        for b, builds in options.items()
+    }
     base = with_builds(step, least)
     options = {b: builds for b, builds in options.items() if base.step.blocks[b].build}
     knapsack = Knapsack(base.step, machine, options, least)

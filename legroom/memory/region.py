@@ -89,7 +89,7 @@ class Region:
     def close(self) -> bool:
         """The call is over: whether it saved what it should; if so, remember which saves matter."""
         if self.script is None or self.rows is None or self.block < 0:
-            return self.block != UNKNOWN
+            return self.block != UNKNOWN or not self._count
         if self._pattern is not None:
             as_traced = self._count == len(self._pattern)
         else:

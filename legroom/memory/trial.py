@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,33 +98,51 @@ def _stand_in(leaf: Any) -> Any:
     return Like(leaf.size(), leaf.stride(), leaf.dtype, leaf.device)
 
 
+Way = tuple[float, str, Callable[..., Any]]
+"""A number to tell it by, a name, and what runs in place of the block's forward."""
+
+
 def try_builds(
     compiler: Compiler, model: nn.Module, sample: Sample, device: torch.device
 ) -> list[tuple[float, Build]]:
     """The builds of a block worth having, with their shares; none if it does not compile."""
     why = can_compile(sample.module)
+    if why:
+        _warn(sample.name, why)
+        return []
+    ways = ((s, f"keep {s:.0%}", compiler.build(sample.module, s)) for s in SHARES)
+    return try_ways(model, sample, device, ways)
+
+
+def try_ways(
+    model: nn.Module, sample: Sample, device: torch.device, ways: Iterable[Way]
+) -> list[tuple[float, Build]]:
+    """Those of some ways to run a block that are worth having; none if one of them breaks."""
     keep, found = Snapshot(sample.module, device), []
     try:
         with attributes_kept(sample.module.modules()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler's own
-            for share in SHARES if not why else ():
-                trial = Trial(model, sample, compiler.build(sample.module, share), device)
+            for number, name, forward in ways:
+                trial = Trial(model, sample, forward, device)
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    found.append((share, trial.measure(f"keep {share:.0%}")))
+                    found.append((number, trial.measure(name)))
     except Exception as error:  # whatever a compiler may raise
+        found = []
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        _warn(sample.name, why)
     finally:
         keep.restore()
-    if why:
-        warnings.warn(f"legroom: {sample.name} is not compiled: {why}", stacklevel=2)
-        return []
     return worth_having(found)
+
+
+def _warn(name: str, why: str) -> None:
+    warnings.warn(f"legroom: {name} is not compiled: {why}", stacklevel=3)
 
 
 def worth_having(found: Sequence[tuple[float, Build]]) -> list[tuple[float, Build]]:
     """Without those that a faster one beats in bytes as well, fastest first.
 
-    What is held from forward to backward counts, and what backward holds at most.
+    What is held from forward to backward counts, and what either of them holds at most.
     """
     slack = ALIKE * max((build.saved_bytes for _, build in found), default=0)
     kept: list[tuple[float, Build]] = []
@@ -135,9 +153,13 @@ def worth_having(found: Sequence[tuple[float, Build]]) -> list[tuple[float, Buil
 
 
 def _saves_bytes(build: Build, other: Build, slack: float) -> bool:
-    held, theirs = build.saved_bytes, other.saved_bytes
-    return held < theirs - slack or (
-        held + build.backward_bytes < theirs + other.backward_bytes - slack
+    return any(
+        build.saved_bytes + mine < other.saved_bytes + theirs - slack
+        for mine, theirs in (
+            (0, 0),
+            (build.forward_bytes, other.forward_bytes),
+            (build.backward_bytes, other.backward_bytes),
+        )
     )
 
 

@@ -4,34 +4,38 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from legroom.core.errors import BudgetError
+from legroom.core.errors import BudgetError, InputError
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
 from legroom.memory.builds import Build, Rebuilt
+from legroom.memory.kinds import Outfit
+from legroom.memory.losshead import CALL, with_head
 from legroom.memory.mechanisms.compiled import Compiler, allow_shapes
 from legroom.memory.mix import mixes
 from legroom.memory.planner import make_plan
 from legroom.memory.profile import Capture
 from legroom.memory.trace import Step
-from legroom.memory.trial import Sample, try_builds
+from legroom.memory.trial import Sample, try_builds, try_ways
+from legroom.nn.head import Head, find_head
 
 log = logging.getLogger("legroom")
 Tried = dict[tuple[str, int], list[tuple[float, Build]]]
 """By module and call, the builds of a block with their shares."""
-Shares = dict[str, float]
-"""Paths of compiled modules, and what their builds may keep."""
+CHUNKS = (1, 2, 4, 8, 16, 32)
+"""Of the loss of a language model."""
 
 
 class Made(NamedTuple):
     """A step with builds chosen."""
 
     capture: Capture
-    shares: Shares
+    outfit: Outfit = Outfit()
     seconds: float = 0.0
     """How long it took to compile and try the builds."""
 
@@ -46,23 +50,35 @@ class Workshop:
         self._samples: dict[str, dict[int, Sample]] = {}
         """For each signature, a call of one block of each group."""
         self._tried: dict[str, Tried] = {}
+        self.head_path, self.head = _find_head(model, fused=self.compiler.backend == "inductor")
+        self._losses: dict[str, Sample] = {}
+        """For each signature, what the loss of a language model was given."""
+        self._looks: list[bool] = []
+        """Not empty once somebody but the loss looked at logits."""
         allow_shapes()
 
     @contextlib.contextmanager
     def sampling(self, step: Step) -> Iterator[None]:
         """Note how the first block of each group is called while a step runs."""
         samples = self._samples.setdefault(step.signature, {})
-        handles = []
-        for block in step.blocks:
-            if block.call == 0:
-                hook = self._sampler(samples, block.group, block.name)
-                module = self._modules[block.module]
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        try:
+        with contextlib.ExitStack() as stack:
+            for block in step.blocks:
+                if block.call == 0:
+                    hook = self._sampler(samples, block.group, block.name)
+                    module = self._modules[block.module]
+                    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                    stack.callback(handle.remove)
+            if self.head is not None:
+                note = partial(self._sample_loss, step.signature)
+                stack.enter_context(self.head.watched(note, self._looks))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def _sample_loss(self, signature: str, call: Any) -> None:
+        assert self.head is not None
+        given = ((call.hidden,), call.terms)
+        sample = Sample.take(f"the loss of {self.head_path}", self.head.head, given, self.device)
+        if self._losses.setdefault(signature, sample) is not sample:
+            self._looks.append(True)  # it is asked for twice in a step: leave it alone
 
     def _sampler(self, samples: dict[int, Sample], group: int, name: str) -> Any:
         def sample(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -78,17 +94,39 @@ class Workshop:
         started = time.perf_counter()
         tried = self._tried_for(like)
         took_s = time.perf_counter() - started
-        options = self._options(capture.step, tried)
-        best, best_s = Made(capture, {}), _planned_s(capture.step, machine, budget, policy)
-        if not options:
-            return best
-        shares = {build: share for found in tried.values() for share, build in found}
-        plain = {b: [build for _, build in found] for b, found in options.items()}
-        for made in mixes(capture.step, machine, budget["device"], plain):
-            seconds = _planned_s(made.step, machine, budget, policy)
-            if seconds < best_s:
-                best, best_s = _made(capture, made, shares, plain), seconds
+        best, best_s = Made(capture), _planned_s(capture.step, machine, budget, policy)
+        for step in self._steps(capture.step, tried):
+            options = self._options(step, tried)
+            for made in mixes(step, machine, budget["device"], options) if options else ():
+                seconds = _planned_s(made.step, machine, budget, policy)
+                if seconds < best_s:
+                    best, best_s = self._made(capture, made, tried), seconds
         return best._replace(seconds=took_s)
+
+    def _steps(self, step: Step, tried: Tried) -> Iterator[Step]:
+        """The step as it is, and with its loss as a block."""
+        yield step
+        if (self.head_path, CALL) in tried and not self._looks:
+            marked = with_head(step, self.head_path)
+            if marked is not None:
+                yield marked
+
+    def _made(self, capture: Capture, made: Rebuilt, tried: Tried) -> Made:
+        shares, chunks = {}, 0
+        for block in made.step.blocks:
+            if block.build:
+                found = tried[block.module, block.call]
+                number = next(n for n, build in found if build.name == block.build)
+                if (block.module, block.call) == (self.head_path, CALL):
+                    chunks = int(number)
+                else:
+                    shares[block.module] = number
+        forms = {}
+        for i, form in capture.forms.items():
+            if i in made.ops:
+                moved = tuple(made.storages.get(s, -1) for s in form.storages)
+                forms[made.ops[i]] = form._replace(storages=moved)
+        return Made(Capture(made.step, forms), Outfit(shares, chunks))
 
     def _try(self, sample: Sample) -> list[tuple[float, Build]]:
         log.info("compiling %s in several builds", sample.name)
@@ -105,22 +143,31 @@ class Workshop:
             groups = {group: self._try(sample) for group, sample in samples.items()}
             self._tried[like.signature] = {
                 (b.module, b.call): groups[b.group] for b in like.blocks if b.group in groups
-            }
+            } | self._try_chunks(like.signature)
         return self._tried.get(like.signature, {})
 
-    def _options(self, step: Step, tried: Tried) -> dict[int, list[tuple[float, Build]]]:
+    def _try_chunks(self, signature: str) -> Tried:
+        sample, head = self._losses.pop(signature, None), self.head
+        if sample is None or head is None or self._looks:
+            return {}
+        ways = ((k, _in_chunks(k), partial(head.loss, chunks=k)) for k in CHUNKS)
+        return {(self.head_path, CALL): try_ways(self.model, sample, self.device, ways)}
+
+    def _options(self, step: Step, tried: Tried) -> dict[int, list[Build]]:
         """Builds for each block; none for modules that are called more than once."""
-        several = {b.module for b in step.blocks if b.call > 0}
+        several = {b.module for b in step.blocks if b.call > 0} - {self.head_path}
         options = {}
         for i, block in enumerate(step.blocks):
             found = tried.get((block.module, block.call))
             if found and block.module not in several:
-                options[i] = found
+                options[i] = [build for _, build in found]
         return options
 
-    def place(self, shares: Shares) -> None:
+    def place(self, outfit: Outfit) -> None:
         """Have these modules run their builds, and all others as they are."""
-        self.compiler.place(self._modules, shares)
+        self.compiler.place(self._modules, outfit.shares)
+        if self.head is not None:
+            self.head.put(outfit.chunks)
 
 
 def _planned_s(step: Step, machine: Machine, budget: Mapping[str, int], policy: str) -> float:
@@ -130,17 +177,16 @@ def _planned_s(step: Step, machine: Machine, budget: Mapping[str, int], policy: 
         return float("inf")
 
 
-def _made(
-    capture: Capture, made: Rebuilt, shares: Mapping[Build, float], options: Mapping[int, Any]
-) -> Made:
-    chosen = {}
-    for b, block in enumerate(made.step.blocks):
-        if block.build:
-            build = next(x for x in options[b] if x.name == block.build)
-            chosen[block.module] = shares[build]
-    forms = {}
-    for i, form in capture.forms.items():
-        if i in made.ops:
-            moved = tuple(made.storages.get(s, -1) for s in form.storages)
-            forms[made.ops[i]] = form._replace(storages=moved)
-    return Made(Capture(made.step, forms), chosen)
+def _in_chunks(k: int) -> str:
+    return f"{k} chunk{'s' * (k > 1)}"
+
+
+def _find_head(model: nn.Module, fused: bool) -> tuple[str, Head | None]:
+    """The path of a language model's head, and the head; none if its loss has no chunks."""
+    for root in model.modules():
+        if hasattr(root, "loss_function"):
+            with contextlib.suppress(InputError):
+                head = find_head(root, fused)
+                head.as_module = True
+                return next(p for p, m in model.named_modules() if m is head.head), head
+    return "", None

@@ -5,7 +5,9 @@ that are not made yet: the loss takes hidden states and weight from them and wor
 looks at such logits in any other way gets them made in full, as if nothing had been changed.
 """
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,35 +25,38 @@ class Unmade:
         self._head, self._hidden, self._wide = head, hidden, wide
         self._made: Tensor | None = None
         self._version = head.weight._version
+        self._looks: list[bool] | None = None
 
     def make(self) -> Tensor:
         """All of them, once; raises RuntimeError if the weight was updated since."""
+        if self._looks is not None:
+            self._looks.append(True)
+        return self._make()
+
+    def _make(self) -> Tensor:
         if self._made is None:
             if self._head.weight._version != self._version:
                 raise RuntimeError(
                     "these logits were not made before the head's weight was changed: look at "
-                    "output.logits before optimizer.step(), or call remove() on the chunked head"
+                    "output.logits before optimizer.step(); or do without chunk_head, or without "
+                    "compile='blocks' if you gave that to legroom.fit"
                 )
             with torch.enable_grad():
                 made = nn.Linear.forward(self._head, self._hidden)
             self._made = made.float() if self._wide else made
         return self._made
 
-    def fits(self, labels: Tensor, vocab_size: int) -> bool:
-        """Whether there is a label for each row, and a row of the weight for each word."""
-        return labels.shape == self._hidden.shape[:-1] and vocab_size == len(self._head.weight)
-
-    def loss(self, labels: Tensor, chunks: int, **terms: Any) -> Tensor:
-        """Cross entropy of the labels, in chunks."""
-        head, hidden = self._head, self._hidden
-        labels = labels.to(hidden.device)
-        return chunked_cross_entropy(
-            hidden, head.weight, labels, bias=head.bias, chunks=chunks, **terms
-        )
+    def rows_for(self, labels: Tensor, vocab_size: int) -> Tensor | None:
+        """The hidden states, if there is a label for each and a row of the weight for each word."""
+        fits = labels.shape == self._hidden.shape[:-1] and vocab_size == len(self._head.weight)
+        return self._hidden if fits else None
 
     def float(self) -> "Unmade":
         """The same in float32, which the loss is computed in anyway."""
-        return Unmade(self._head, self._hidden, wide=True)
+        wide = Unmade(self._head, self._hidden, wide=True)
+        wide._looks = self._looks
+        wide._made = None if self._made is None else self._made.float()
+        return wide
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -89,61 +94,139 @@ for _name in (
     setattr(Unmade, _name, _as_tensor(_name))
 
 
+class Call(NamedTuple):
+    """What a loss in chunks is given."""
+
+    hidden: Tensor
+    terms: dict[str, Any]
+    """The labels among them."""
+
+
 class Head:
-    """A model whose loss is computed in chunks; `remove` makes it as it was."""
+    """The head of a causal model, whose loss can be had in chunks."""
 
-    def __init__(self, model: nn.Module, head: nn.Linear, chunks: int) -> None:
-        self.model, self.head, self.chunks = model, head, chunks
+    def __init__(self, model: nn.Module, head: nn.Linear, fused: bool = False) -> None:
+        self.model, self.head, self.fused = model, head, fused
+        self.chunks = 0
+        """How many there are now; 0: the model computes its loss itself."""
+        self.as_module = False
+        """Whether the loss is a call of the head's module, for who hangs hooks on that."""
         self._plain: Any = model.loss_function
-        self._before = {k: v for k, v in model.__dict__.items() if k == "_loss_function"}
-        head.__dict__["forward"] = self._put_off
-        model.__dict__["_loss_function"] = self._loss
+        self._was: dict[str, Any] | None = None
 
-    def _put_off(self, hidden: Tensor) -> Any:
-        """Only where a backward can follow: an evaluation gets its logits."""
+    def put(self, chunks: int) -> None:
+        """Have the loss in so many chunks from now on."""
+        if chunks != self.chunks:
+            self.remove()
+            if chunks:
+                self._patch(self._forward, self._loss)
+                self.chunks = chunks
+
+    def remove(self) -> None:
+        """The model computes its loss as before."""
+        if self._was is not None:
+            self.head.__dict__.pop("forward", None)
+            self.model.__dict__.pop("_loss_function", None)
+            self.model.__dict__.update(self._was)
+            self._was, self.chunks = None, 0
+
+    def _patch(self, forward: Any, loss: Any) -> None:
+        self._was = {k: v for k, v in self.model.__dict__.items() if k == "_loss_function"}
+        self.head.__dict__["forward"] = forward
+        self.model.__dict__["_loss_function"] = loss
+
+    def loss(self, hidden: Tensor, *, chunks: int, labels: Tensor, **terms: Any) -> Tensor:
+        """Cross entropy of the labels."""
+        weight, bias, labels = self.head.weight, self.head.bias, labels.to(hidden.device)
+        return chunked_cross_entropy(
+            hidden, weight, labels, bias=bias, chunks=chunks, fused=self.fused, **terms
+        )
+
+    def _forward(self, hidden: Tensor, labels: Tensor | None = None, **terms: Any) -> Any:
+        """Logits put off where a backward can follow; an evaluation gets them; or the loss."""
+        if labels is not None:
+            return self.loss(hidden, chunks=self.chunks, labels=labels, **terms)
         if not torch.is_grad_enabled():
             return nn.Linear.forward(self.head, hidden)
         return Unmade(self.head, hidden)
 
-    def _loss(
-        self,
-        logits: Any,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        """As transformers has it, whose loss takes no notice of others either."""
-        following = shift_labels
-        if following is None:
-            following = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if not isinstance(logits, Unmade) or not logits.fits(following, vocab_size):
-            terms = {"ignore_index": ignore_index, "shift_labels": shift_labels, **others}
-            return self._plain(_made(logits), labels, vocab_size, num_items_in_batch, **terms)
-        return logits.loss(
-            following, self.chunks, ignore_index=ignore_index, num_items=num_items_in_batch
-        )
+    def _loss(self, logits: Any, labels: Tensor, vocab_size: int, *args: Any, **others: Any) -> Any:
+        call = _call_of(logits, labels, vocab_size, *args, **others)
+        if call is None:
+            return self._plain(_made(logits), labels, vocab_size, *args, **others)
+        return (self.head if self.as_module else self._forward)(call.hidden, **call.terms)
 
-    def remove(self) -> None:
-        """The model computes its loss as before."""
-        self.head.__dict__.pop("forward", None)
-        self.model.__dict__.pop("_loss_function", None)
-        self.model.__dict__.update(self._before)
+    @contextlib.contextmanager
+    def watched(self, note: Callable[[Call], None], looks: list[bool]) -> Iterator[None]:
+        """Have the loss as it is, and note what one in chunks would be given.
+
+        `looks` has an item for each time that somebody else looks at the logits, now or later.
+        """
+
+        def forward(hidden: Tensor) -> Any:
+            made = nn.Linear.forward(self.head, hidden)
+            if not torch.is_grad_enabled():
+                return made
+            logits = Unmade(self.head, hidden)
+            logits._made, logits._looks = made, looks
+            return logits
+
+        def loss(logits: Any, labels: Tensor, vocab_size: int, *args: Any, **others: Any) -> Any:
+            call = _call_of(logits, labels, vocab_size, *args, **others)
+            if call is not None:
+                note(call)
+            logits = logits._make() if isinstance(logits, Unmade) else logits
+            return self._plain(logits, labels, vocab_size, *args, **others)
+
+        self.remove()
+        self._patch(forward, loss)
+        try:
+            yield
+        finally:
+            self.remove()
 
 
-def chunk_head(model: nn.Module, chunks: int = 8) -> Head:
+def _call_of(
+    logits: Any,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **others: Any,
+) -> Call | None:
+    """As transformers' loss understands these, which takes no notice of others either."""
+    following = shift_labels
+    if following is None:
+        following = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    hidden = logits.rows_for(following, vocab_size) if isinstance(logits, Unmade) else None
+    if hidden is None:
+        return None
+    terms = {"labels": following, "ignore_index": ignore_index, "num_items": num_items_in_batch}
+    return Call(hidden, terms)
+
+
+def chunk_head(model: nn.Module, chunks: int = 8, fused: bool = False) -> Head:
     """Have a causal language model of transformers compute its loss in chunks.
 
         legroom.nn.chunk_head(model, chunks=8)
         loss = model(input_ids=ids, labels=ids).loss
 
     All the logits are then never there at once, unless somebody looks at `output.logits`. The loss
-    equals the model's own to the tolerance of `chunked_cross_entropy`.
+    equals the model's own to the tolerance of `chunked_cross_entropy`, which also says what `fused`
+    does. `remove` of what this returns makes the model as it was.
 
     Raises InputError for a model with another loss, or another head than a linear layer.
     """
+    if chunks < 1:
+        raise InputError(f"chunks is {chunks}; at least 1 is needed")
+    head = find_head(model, fused)
+    head.put(chunks)
+    return head
+
+
+def find_head(model: nn.Module, fused: bool = False) -> Head:
+    """The head of a causal language model of transformers; raises InputError if it has none."""
     try:
         from transformers import PreTrainedModel
         from transformers.loss.loss_utils import ForCausalLMLoss
@@ -160,6 +243,4 @@ def chunk_head(model: nn.Module, chunks: int = 8) -> Head:
         raise InputError(f"the head of {type(model).__name__} is {type(head).__name__}, not Linear")
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise InputError(f"the loss of {type(model).__name__} is not that of a causal model")
-    if chunks < 1:
-        raise InputError(f"chunks is {chunks}; at least 1 is needed")
-    return Head(model, head, chunks)
+    return Head(model, head, fused)

@@ -11,6 +11,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from legroom.core.errors import InputError, UnknownName
+from legroom.nn.checks import check_tensors
+from legroom.nn.fused import fused_slopes
 
 __all__ = ["chunked_cross_entropy"]
 
@@ -50,6 +52,7 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     num_items: Tensor | int | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """A linear head and its cross entropy, without ever holding all the logits.
 
@@ -62,6 +65,7 @@ def chunked_cross_entropy(
     the place of the number of labels in a mean. `softcap` bounds the logits as Gemma 2 does, here
     in float32. "none" gives one loss per row, flat, and makes the logits twice. Gradients are made
     in forward and wait for backward: for float16 in float32, so that a loss scale comes in time.
+    `fused` compiles what lies between the head's products into one kernel: seconds to begin with.
 
     Measured against that formula on CPU, up to 2048 rows and 4000 words, as |a - b| / |b|:
 
@@ -72,7 +76,7 @@ def chunked_cross_entropy(
 
     Raises InputError, a ValueError, for shapes or terms that do not fit, and TypeError for dtypes.
     """
-    _check_tensors(hidden, weight, bias, labels)
+    check_tensors(hidden, weight, bias, labels)
     terms = _Terms(
         chunks=chunks,
         ignore_index=ignore_index,
@@ -81,6 +85,7 @@ def chunked_cross_entropy(
         softcap=softcap,
         dtype=_product_dtype(hidden, weight, bias),
         with_grad=torch.is_grad_enabled(),
+        fused=fused,
     )
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     loss: Tensor = _apply(rows, weight, bias, flat, _divisor(flat, num_items, terms), terms)
@@ -98,6 +103,7 @@ class _Terms:
     softcap: float | None
     dtype: torch.dtype
     with_grad: bool
+    fused: bool
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -215,12 +221,13 @@ class _Sums:
 
     def add(self, part: slice, slopes: Tensor, rows: Tensor, weight: Tensor) -> None:
         """Take in the slopes of some rows: the gradients of their logits."""
-        pieces = _pieces(slopes)
+        pieces = [slice(None)] if slopes.is_cuda else _pieces(slopes)
         if self.hidden is not None:
             total = _wide_zeros(rows)
             for piece in pieces:
                 _add_product(total, slopes[:, piece], weight[piece])
             self.hidden[part] = total.mul_(self.scale)
+            del total
         if self.weight is not None:
             for piece in pieces:
                 _add_product(self.weight[piece], slopes[:, piece].t(), rows)
@@ -259,6 +266,9 @@ def _sweep(
 def _one_chunk(chunk: _Inputs, shares: Tensor | None, terms: _Terms) -> tuple[Tensor, Tensor]:
     """The loss of each row; with shares also its slope by each logit, in the product's dtype."""
     logits = F.linear(chunk.hidden, chunk.weight, chunk.bias)
+    if terms.fused and shares is not None:
+        how = (terms.label_smoothing, terms.softcap, terms.ignore_index)
+        return fused_slopes(logits, chunk.labels, shares, *how), logits
     values = _wide_logits(logits, terms.softcap)
     losses, totals = _exp_in_place(values, chunk.labels, terms)
     if shares is None:
@@ -309,7 +319,7 @@ def _through_cap(slopes: Tensor, logits: Tensor, softcap: float) -> None:
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a matrix product; its sum is not rounded to the dtype of narrower factors."""
     if left.is_cuda and left.dtype != into.dtype:
-        into.add_(torch.mm(left, right, out_dtype=into.dtype))
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
     else:
         into.addmm_(left.to(into.dtype), right.to(into.dtype))
 
@@ -376,21 +386,3 @@ def _product_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
                 " give both one dtype, or call inside torch.autocast"
             )
     return hidden.dtype
-
-
-def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> None:
-    """Raise for tensors that do not go together, by name."""
-    if not hidden.is_floating_point():
-        raise TypeError(f"hidden is {hidden.dtype}; it must be of a floating dtype")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"labels are {labels.dtype}; they must be integers, one class per row")
-    shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
-    if weight.dim() != 2 or not hidden.dim() or hidden.shape[-1] != weight.shape[1]:
-        raise InputError(f"{shapes}: they must be [..., dim] and [vocabulary, dim]")
-    if labels.shape != hidden.shape[:-1]:
-        raise InputError(f"labels {tuple(labels.shape)} do not match the rows of {shapes}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise InputError(f"bias {tuple(bias.shape)} does not match {shapes}: one per word")
-    for name, other in (("weight", weight), ("labels", labels), ("bias", bias)):
-        if other is not None and other.device != hidden.device:
-            raise InputError(f"hidden is on {hidden.device} and {name} on {other.device}")

@@ -181,8 +181,8 @@ def test_the_peak_of_a_job_with_compiled_blocks_is_foreseen(block: type[nn.Modul
         with fitted(model, "auto", compile="blocks", budget=budget) as job:
             steps(job, 5, start, x)
             outcome = job.comparison()
-            assert job.current.shares and not job.runner.deviation  # type: ignore[union-attr]
-            assert "6 blocks compiled in" in job.current.plan.why  # type: ignore[union-attr]
+            assert job.current.outfit.shares and not job.runner.deviation  # type: ignore[union-attr]
+            assert "6 blocks compiled (" in job.current.plan.why  # type: ignore[union-attr]
             assert outcome.measured is not None
             assert outcome.measured.device_bytes <= budget["device"]
             assert outcome.peak_error == pytest.approx(0, abs=0.01)
@@ -196,7 +196,7 @@ def test_moves_do_not_change_what_compiled_blocks_compute() -> None:
     for policy in ("keep_all", "swap_all"):
         with fitted(model, policy, compile="blocks") as job:
             found.append(steps(job, 5, start, x))
-            assert job.current.shares  # type: ignore[union-attr]
+            assert job.current.outfit.shares  # type: ignore[union-attr]
             assert bool(job.current.plan.moves) == (policy == "swap_all")  # type: ignore[union-attr]
     assert_same(found[1], found[0])  # type: ignore[arg-type]
 
@@ -212,7 +212,7 @@ def test_results_are_those_of_eager_blocks_up_to_rounding() -> None:
     plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with fitted(model, "auto", compile="blocks") as job:
         steps(job, 4, start, x)
-        assert job.current.shares  # type: ignore[union-attr]
+        assert job.current.outfit.shares  # type: ignore[union-attr]
     for mine, theirs in zip((p.grad for p in model.parameters()), plain, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -245,7 +245,7 @@ def test_a_block_that_does_not_compile_stays_eager(monkeypatch: pytest.MonkeyPat
         warnings.simplefilter("always")
         with fitted(model, "auto", compile="blocks") as job:
             steps(job, 4, start, rows())
-            assert not job.current.shares  # type: ignore[union-attr]
+            assert not job.current.outfit.shares  # type: ignore[union-attr]
     assert any("1 is not compiled: RuntimeError: no such kernel" in str(w.message) for w in caught)
 
 
@@ -267,7 +267,7 @@ def test_steps_of_two_sizes_that_take_turns_each_get_their_builds() -> None:
             start.restore()
             with job.step():
                 job.model(xs[i % 2]).square().mean().backward()
-        assert [len(kind.shares) for kind in job.kinds.values()] == [3, 3]
+        assert [len(kind.outfit.shares) for kind in job.kinds.values()] == [3, 3]
         assert not job.runner.deviation
         inputs = [
             {k.capture.step.storages[r.storage].num_bytes for r in k.capture.step.saved_in(1)}  # type: ignore[union-attr]

@@ -1,0 +1,155 @@
+"""Jobs whose plan computes the loss of a language model in chunks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+import legroom
+import legroom.memory.workshop as workshop
+from legroom.api import Job
+from legroom.memory.losshead import with_head
+from legroom.memory.mechanisms import compiled
+from legroom.memory.trace import Phase, Step
+from tests.torch.support import MACHINE
+from tests.torch.test_chunked_head import ids, llama
+
+ROOMY = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _cut_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr("legroom.memory.trial.SHARES", (1.0, 0.0))
+    monkeypatch.setattr(workshop, "CHUNKS", (2, 8))
+    plain = workshop._planned_s
+
+    def seconds(step: Step, *args: Any) -> float:
+        here = any(block.build and block.module == "lm_head" for block in step.blocks)
+        return plain(step, *args) if here else float("inf")
+
+    monkeypatch.setattr(workshop, "_planned_s", seconds)
+
+
+class Loop:
+    """A model, its optimizer, and steps on the same batch."""
+
+    def __init__(self, budget: int = ROOMY, model: nn.Module | None = None) -> None:
+        self.model: Any = model or llama()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.job: Job = legroom.fit(
+            self.model, self.optimizer, budget=budget, machine=MACHINE, compile="blocks"
+        )
+
+    def step(self, **given: Any) -> Any:
+        x = ids()
+        with self.job.step():
+            out = self.model(input_ids=x, labels=x, **given)
+            out.loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return out
+
+    def steps(self, count: int = 7) -> list[float]:
+        return [self.step().loss.item() for _ in range(count)]
+
+    @property
+    def chunks(self) -> int:
+        assert self.job.current is not None
+        return self.job.current.outfit.chunks
+
+
+def plain_losses(count: int) -> list[float]:
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(count):
+        loss = model(input_ids=ids(), labels=ids()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_job_trains_as_the_model_does() -> None:
+    """The loss of every step, with chunks in place only while a step runs."""
+    loop = Loop()
+    assert loop.steps(9) == pytest.approx(plain_losses(9), rel=1e-5)
+    assert loop.chunks in (2, 8) and not loop.job.runner.deviation
+    assert "forward" not in loop.model.lm_head.__dict__
+    assert "_loss_function" not in loop.model.__dict__
+    assert f"loss in {loop.chunks} chunks" in loop.job.current.plan.why
+    out = loop.model(input_ids=ids())
+    assert isinstance(out.logits, Tensor)
+    loop.job.close()
+
+
+def test_the_peak_is_as_predicted() -> None:
+    """No logits in full, whether or not the caller holds the model's output on."""
+    loop = Loop()
+    loop.job.meter.peaks = True  # type: ignore[attr-defined]
+    held = [loop.step() for _ in range(8)]
+    both = loop.job.comparison()
+    assert held and loop.chunks
+    assert both.measured.device_bytes == pytest.approx(both.predicted.device_bytes, rel=0.03)
+    loop.job.close()
+
+
+def test_who_looks_at_logits_keeps_them() -> None:
+    """Within the step, or after it: the plan leaves the loss alone."""
+
+    class Looking(Loop):
+        def step(self, **given: Any) -> Any:
+            out = super().step(**given)
+            out.logits.argmax(-1)
+            return out
+
+    loop = Looking()
+    assert loop.steps(7) == pytest.approx(plain_losses(7), rel=1e-5)
+    assert not loop.chunks
+    loop.job.close()
+
+
+def test_a_step_that_reads_logits_has_no_such_block() -> None:
+    """Seen in the trace: an op elsewhere reads what is made on the way to the loss."""
+
+    class Reading(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.loss = out.loss + 1e-3 * out.logits.float().logsumexp(-1).mean()
+            return out
+
+    steps = {}
+    for cls in (LlamaForCausalLM, Reading):
+        model = cls(llama().config)
+        loop = Loop(model=model)
+        loop.steps(5)
+        assert loop.job.current is not None
+        step = loop.job.current.plain
+        assert step is not None
+        steps[cls] = with_head(step, "lm_head")
+        loop.job.close()
+    assert steps[Reading] is None
+    marked = steps[LlamaForCausalLM]
+    assert marked is not None
+    block = marked.blocks[-1]
+    phases = {op.phase for op in marked.ops if op.block == len(marked.blocks) - 1}
+    assert (block.module, block.call) == ("lm_head", 1)
+    assert phases == {Phase.FORWARD, Phase.BACKWARD}
+    assert with_head(marked, "model.norm") is None
+
+
+def test_a_tight_budget_takes_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same times, the plan takes as many as the budget needs."""
+    loop = Loop()
+    loop.steps(6)
+    peak = loop.job.comparison().predicted.device_bytes
+    few = loop.chunks
+    loop.job.close()
+    tight = Loop(budget=int(peak * 0.97))
+    tight.steps(6)
+    assert tight.chunks >= few
+    tight.job.close()
