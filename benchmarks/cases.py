@@ -193,6 +193,8 @@ def legroom_row(job: Any, keep: str = "", stem: str = "") -> Row:
         "deviation": job.runner.deviation,
         "all_ms": [round(m.seconds * 1e3, 1) for m in kind.measurements],
         "replans": kind.replans,
+        "verdicts_ms": [(round(p * 1e3, 1), round(m * 1e3, 1)) for p, m in kind.verdicts],
+        "contention": round(job.machine.contention, 4),
     }
 
 

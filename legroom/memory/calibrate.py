@@ -1,6 +1,8 @@
 """What measured steps teach: where the time went that the simulator did not foresee."""
 
 import msgspec
+import numpy as np
+from scipy.optimize import lsq_linear
 
 from legroom.core.errors import RecordError
 from legroom.machine.spec import Machine
@@ -20,6 +22,12 @@ LEAST_HOST = 0.3
 ROUNDS = 3
 LEAST_S = 1e-3
 """No host enqueues a step in less."""
+NUDGE = 0.02
+SURE = 0.005
+"""How far off the median of some steps may be, as a share."""
+SURE_OF_OPS, SURE_OF_LINKS = 0.1, {"cuda": 0.1, "cpu": 2.0}
+"""How far off what is thought of the ops may be, and of what a busy link takes from them."""
+TINY = 1e-9
 HOST_BOUND = 0.9
 """A host busy for this share of a step holds the device up."""
 
@@ -52,8 +60,8 @@ def learn(kind: Kind, machine: Machine) -> Machine:
     """Bring the kind's trace in line with what was measured; the machine, in line as well.
 
     How long a host was busy is known unless it waited for the device. One that had no time to spare
-    was slower than thought, and one that was thought to have none faster; else copies beside the
-    compute may have slowed it, up to what is plausible; what is left is the ops' own.
+    was slower than thought, and one that was thought to have none faster; else it was the ops, or
+    copies beside them: what all plans so far took together tells which.
     """
     assert kind.plan is not None and kind.capture is not None
     step, actions = kind.capture.step, kind.plan.actions
@@ -71,16 +79,34 @@ def learn(kind: Kind, machine: Machine) -> Machine:
         host_s = kind.capture.step.host_s + off_s
         kind.capture = rescaled(kind.capture, 1.0, max(host_s, LEAST_S))
         return machine
-    busy_s = simulator.busy_s(actions)
-    if busy_s > TOLERANCE * kind.step_s:
-        before = machine.contention
-        contention = min(
-            max(before + off_s / busy_s, 0.0), max(MAX_CONTENTION[machine.device], before)
-        )
-        machine = msgspec.structs.replace(machine, contention=contention)
-        off_s -= (contention - before) * busy_s
-    kind.capture = rescaled(kind.capture, 1 + off_s / (kind.step_s - off_s))
-    return machine
+    kind.lessons.append((actions, kind.step_s))
+    factor, contention = _fit(kind, machine)
+    kind.capture = rescaled(kind.capture, factor)
+    return msgspec.structs.replace(machine, contention=contention)
+
+
+def _fit(kind: Kind, machine: Machine) -> tuple[float, float]:
+    """By how much ops are slower than thought, and how much a busy link slows them.
+
+    The least squares of what all measured plans are off by, next to what is thought already.
+    """
+    assert kind.capture is not None
+    now = Simulator(kind.capture.step, machine)
+    slower = Simulator(rescaled(kind.capture, 1 + NUDGE).step, machine)
+    lines, offs = [], []
+    for actions, measured_s in kind.lessons:
+        predicted_s = now.time(actions)
+        by_ops = (slower.time(actions) - predicted_s) / NUDGE
+        lines.append((by_ops / measured_s / SURE, now.busy_s(actions) / measured_s / SURE))
+        offs.append((measured_s - predicted_s) / measured_s / SURE)
+    most = max(MAX_CONTENTION[machine.device], machine.contention) - machine.contention
+    found = lsq_linear(
+        np.array([*lines, (1 / SURE_OF_OPS, 0.0), (0.0, 1 / SURE_OF_LINKS[machine.device])]),
+        np.array([*offs, 0.0, 0.0]),
+        bounds=((-0.5, -machine.contention - TINY), (np.inf, most + TINY)),
+    )
+    more, beside = found.x
+    return 1 + float(more), max(machine.contention + float(beside), 0.0)
 
 
 def foresee(kind: Kind, learned: Capture, machine: Machine) -> None:

@@ -293,6 +293,7 @@ class MemoryJob:
             kind.plain = kind.capture.step
             kind.capture, kind.outfit, kind.compile_s = made
         kind.recorded, kind.best = True, None
+        kind.lessons.clear()
         kind.start_anew()
         self._plan(kind)
 
@@ -320,17 +321,19 @@ class MemoryJob:
     def _calibrate(self, kind: Kind) -> None:
         """Judge a settled plan: if it came out otherwise, plan again; the fastest seen stays."""
         pressed = self.meter.pressed() and not kind.placement.missing_bytes
-        kind.still = kind.replans >= MAX_REPLANS or (as_predicted(kind) and not pressed)
-        learned = kind.capture
-        if kind.judge(last=kind.still) and learned is not None:
-            foresee(kind, learned, self.machine)
-        if kind.still:
-            return
-        kind.replans += 1
+        expected = as_predicted(kind)
+        kind.still = kind.replans >= MAX_REPLANS or (expected and not pressed)
         if pressed:  # the allocator took the time, which says nothing of ops, links or host
             self.meter.give_way(PRESSED)
-        else:
+        elif not expected:
             self.machine = learn(kind, self.machine)
+        learned = kind.capture
+        put_back = kind.judge(last=kind.still)
+        if kind.still:
+            if learned is not None and (put_back or not expected):
+                foresee(kind, learned, self.machine)
+            return
+        kind.replans += 1
         with contextlib.suppress(BudgetError):  # then the plan in force stays
             self._plan(kind)
 

@@ -11,6 +11,7 @@ import msgspec
 
 from legroom.core.outcome import Outcome
 from legroom.core.units import format_seconds
+from legroom.memory.actions import Action
 from legroom.memory.arena import NOWHERE, Placement
 from legroom.memory.plan import Plan
 from legroom.memory.profile import Capture
@@ -85,6 +86,10 @@ class Kind:
     """No more plans are made."""
     best: "tuple[float, Capture, Plan, Script, Placement] | None" = None
     """The fastest plan so far, with the step time measured under it."""
+    lessons: list[tuple[tuple[Action, ...], float]] = field(default_factory=list)
+    """What plans so far were to do, and how long their steps took."""
+    verdicts: list[tuple[float, float]] = field(default_factory=list)
+    """Of each plan that was judged, the step time predicted before it ran, and the measured one."""
     strayed: int = 0
     """Steps in a row that left the script: after a few it is recorded anew."""
     measurements: list[Measurement] = field(default_factory=list)
@@ -106,6 +111,7 @@ class Kind:
         """
         assert self.capture is not None and self.plan is not None and self.script is not None
         self.judged = len(self.measurements)
+        self.verdicts.append((self.plan.predicted.step_s, self.step_s))
         if self.best is None or self.step_s < self.best[0]:
             self.best = (self.step_s, self.capture, self.plan, self.script, self.placement)
         elif last and self.plan is not self.best[2]:
