@@ -16,10 +16,10 @@ from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
 from legroom.memory.frontier import NUM_POINTS, Point, frontier, next_steps
 from legroom.memory.job import MemoryJob
-from legroom.memory.kinds import Kind
+from legroom.memory.kinds import Kind, Made
 from legroom.memory.plan import Plan
 from legroom.memory.planner import POLICIES, make_plan
-from legroom.memory.profile import STATE_RULES, Capture, LossFn, capture_fake, stand_in_loss
+from legroom.memory.profile import STATE_RULES, LossFn, capture_fake, stand_in_loss
 from legroom.memory.simulate import Simulator
 from legroom.memory.timeline import predicted_timeline
 from legroom.memory.trace import Step
@@ -37,7 +37,7 @@ class Job(MemoryJob):
         """Predicted beside measured for a signature (the last one run by default)."""
         kind = self.known(kind)
         assert kind.capture is not None and kind.plan is not None
-        free = Simulator(kind.plain or kind.capture.step, self.machine).run([], "keep_all")
+        free = Simulator((kind.plain or kind.capture).step, self.machine).run([], "keep_all")
         return Comparison(predicted=kind.plan.predicted, measured=kind.measured(), unlimited=free)
 
     def timeline(self, kind: Kind | None = None) -> Timeline:
@@ -67,7 +67,8 @@ class Job(MemoryJob):
     def frontier(self, num_points: int = NUM_POINTS) -> list[Point]:
         """Predicted step time and peak from the smallest budget that works to one without plan."""
         kind = self.known()
-        step = kind.plain or (kind.capture.step if kind.capture is not None else None)
+        capture = kind.plain or kind.capture
+        step = capture.step if capture is not None else None
         assert step is not None
         natural = Simulator(step, self.machine).shape([]).peak
         return list(frontier(self._plan_at, natural, num_points))
@@ -85,8 +86,8 @@ class Job(MemoryJob):
         assert kind.capture is not None
         budget, step = {**self.planning_budget(), "device": limit}, kind.capture.step
         if self.workshop is not None and kind.plain is not None:
-            eager = Capture(kind.plain, {})
-            step = self.workshop.make(eager, step, self.machine, budget, self.policy).capture.step
+            plain = Made(kind.plain, kind.base)
+            step = self.workshop.make(plain, step, self.machine, budget, self.policy).capture.step
         return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy, quick=True)
 
     def page(self, path: str | Path) -> Path:

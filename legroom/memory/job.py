@@ -19,19 +19,19 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from legroom.core.errors import BudgetError, LegroomError, StepError
+from legroom.core.errors import BudgetError, StepError
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, make_meter
 from legroom.memory.escape import check_real
-from legroom.memory.kinds import Kind, Measurement, Outfit
+from legroom.memory.kinds import Kind, Made, Measurement, Outfit
 from legroom.memory.online import make_evictor
 from legroom.memory.planner import make_placed_plan, make_safe_plan
 from legroom.memory.profile import (
     StandInLoss,
-    capture_fake,
     capture_real,
+    capture_unseen,
     held_bytes,
     name_states,
     state_rule,
@@ -170,10 +170,21 @@ class MemoryJob:
     # -- planning ----------------------------------------------------------------------------
 
     def _first_plan(self, kind: Kind, args: Any, kwargs: Any) -> None:
-        """A plan from fake tensors, before anything runs; none if they cannot follow the model."""
+        """A plan before anything runs, if need be with what the model's code can be changed for."""
+        try:
+            self._plan_unseen(kind, args, kwargs)
+        except BudgetError:
+            kind.base = kind.outfit = self.workshop.least() if self.workshop else Outfit()
+            if not kind.base.changes:
+                raise
+            self._place(kind.outfit)
+            self._plan_unseen(kind, args, kwargs)
+
+    def _plan_unseen(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """A plan from fake tensors; none if they cannot follow the model."""
         self._busy, loss = True, StandInLoss()
         try:
-            kind.capture = capture_fake(
+            kind.capture = capture_unseen(
                 self.model,
                 (args, kwargs),
                 loss,
@@ -183,18 +194,10 @@ class MemoryJob:
                 blocks=self.blocks,
                 signature=kind.signature,
             )
-        except LegroomError:
-            raise
-        except Exception as error:  # whatever the model does that fake tensors cannot
-            warnings.warn(
-                f"legroom: cannot plan this step before running it ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}); it runs under the online "
-                "rule and is planned once recorded",
-                stacklevel=2,
-            )
-            return
         finally:
             self._busy = False
+        if kind.capture is None:
+            return
         held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
         kind.capture = with_others(kind.capture, self.meter.found(), held)
         unseen = (loss.num_bytes + self.meter.scratch, loss.num_bytes, 0)
@@ -259,7 +262,7 @@ class MemoryJob:
         kind.strayed = kind.strayed + 1 if strayed else 0
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
             kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
-            kind.outfit = Outfit()
+            kind.outfit = kind.base
             self.signer = Signer(self.model)
         if self._recording is not None:
             self._use_recording(kind)
@@ -287,10 +290,10 @@ class MemoryJob:
         )
         kind.capture = to_scale(kind, with_others(kind.capture, found), self.machine)
         if self.workshop is not None and like is not None:
+            kind.plain, budget = kind.capture, self.planning_budget()
             made = self.workshop.make(
-                kind.capture, like, self.machine, self.planning_budget(), self.policy
+                Made(kind.capture, kind.base), like, self.machine, budget, self.policy
             )
-            kind.plain = kind.capture.step
             kind.capture, kind.outfit, kind.compile_s = made
         kind.recorded, kind.best = True, None
         kind.lessons.clear()

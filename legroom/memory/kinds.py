@@ -61,6 +61,15 @@ class Outfit(NamedTuple):
         return ", ".join(x for x in (blocks, chunks) if x)
 
 
+class Made(NamedTuple):
+    """A step, and what it runs in."""
+
+    capture: Capture
+    outfit: Outfit = Outfit()
+    seconds: float = 0.0
+    """How long it took to compile and try what it could run in."""
+
+
 @dataclass
 class Kind:
     """One signature of step."""
@@ -72,8 +81,10 @@ class Kind:
     script: Script | None = None
     placement: Placement = NOWHERE
     """How the plan's tensors lie, where the device's allocator can be helped with that."""
-    plain: Step | None = None
+    plain: Capture | None = None
     """The step as recorded, where its blocks are compiled since."""
+    base: Outfit = Outfit()
+    """What it was recorded in."""
     outfit: Outfit = Outfit()
     compile_s: float = 0.0
     """How long it took to compile and try them."""

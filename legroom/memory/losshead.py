@@ -1,18 +1,21 @@
 """The head of a language model and its loss, as one more block of a step.
 
 In a trace they are ops outside of all blocks. Where the loss can be computed in chunks, those ops
-are marked as a block, so that builds of it can take their place as they do for any other.
+are marked as a block, so that builds of it can take their place as they do for any other. The step
+may have been traced with logits in full, or in chunks: then all is done in one call of the head,
+and backward does no more than scale the gradients that it made.
 """
 
 from collections.abc import Iterator
 
 import msgspec
 
-from legroom.memory.trace import Block, Op, Phase, Step
+from legroom.memory.trace import Block, Op, Phase, Step, Storage
 
 LOSS, SLOPE = "aten.nll_loss_forward", "aten.nll_loss_backward"
 ENDS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.sum")
 """Ops that take gradients of logits and give others."""
+SCALES = ("aten.mul", "aten._to_copy")
 CALL = 1
 """The head's first call puts logits off, its second makes the loss."""
 
@@ -23,7 +26,7 @@ def with_head(step: Step, module: str) -> Step | None:
     None where there is no such part, or where anybody else looks at the logits.
     """
     found = _Finder(step, module)
-    if not found.there or found.mixed() or found.looked_at():
+    if found.mixed() or found.looked_at():
         return None
     return found.marked()
 
@@ -33,14 +36,17 @@ class _Finder:
 
     def __init__(self, step: Step, module: str) -> None:
         self.step, self.module = step, module
-        firsts = (i for i, op in self._forward() if op.module == module)
-        self.first = next(firsts, len(step.ops))
+        ours = [i for i, op in self._forward() if op.module == module]
+        self.first = ours[0] if ours else len(step.ops)
         ends = [i for i, op in self._forward() if i > self.first and op.name.startswith(LOSS)]
-        self.last = ends[-1] if ends else -1
-        backs = (i for i, op in enumerate(step.ops) if op.name.startswith(SLOPE))
-        self.back = next(backs, len(step.ops))
-        self.there = bool(ends) and self.back < len(step.ops)
-        self.behind = self._end_of_slopes() if self.there else -1
+        self.last, self.back, self.behind = -1, len(step.ops), -1
+        self.chunked = bool(ends) and ends[-1] < ours[-1]
+        if self.chunked:
+            self.last = ours[-1]
+            self._find_scaling()
+        elif ends:
+            self.last = ends[-1]
+            self._find_slopes()
         keep = [b for b in step.blocks if b.module != module]
         self.index = len(keep)
         self.blocks = keep if keep == list(step.blocks[: self.index]) else None
@@ -48,24 +54,37 @@ class _Finder:
     def _forward(self) -> Iterator[tuple[int, Op]]:
         return ((i, op) for i, op in enumerate(self.step.ops) if op.phase == Phase.FORWARD)
 
-    def _end_of_slopes(self) -> int:
-        """The last op that reads a gradient of logits."""
-        slopes, last = set(self.step.ops[self.back].writes), self.back
-        for i in range(self.back + 1, len(self.step.ops)):
+    def _find_slopes(self) -> None:
+        """From the loss to the last op that reads a gradient of logits."""
+        ops = enumerate(self.step.ops)
+        self.back = next((i for i, op in ops if op.name.startswith(SLOPE)), self.back)
+        slopes: set[int] = set()
+        for i in range(self.back, len(self.step.ops)):
             op = self.step.ops[i]
-            if slopes.isdisjoint(op.reads):
+            if i > self.back and slopes.isdisjoint(op.reads):
                 continue
-            last = i
+            self.behind = i
             if not op.name.startswith(ENDS):
                 slopes.update(op.writes)
-        return last
+
+    def _find_scaling(self) -> None:
+        """The ops that take the saved gradients, one after the other."""
+        uses = [p for row in self.step.saved if self._is_saved(row.packed) for p in row.unpacked]
+        self.back = min(uses, default=self.back)
+        for i in range(self.back, len(self.step.ops)):
+            if not self.step.ops[i].name.startswith(SCALES):
+                break
+            self.behind = i
+
+    def _is_saved(self, packed: int) -> bool:
+        return self.first <= packed <= self.last + 1
 
     def _inside(self, i: int) -> bool:
         return self.first <= i <= self.last or self.back <= i <= self.behind
 
     def mixed(self) -> bool:
         """Whether other things lie between, or blocks come after."""
-        if self.blocks is None or any(b.last >= self.first for b in self.blocks):
+        if self.behind < 0 or self.blocks is None or any(b.last >= self.first for b in self.blocks):
             return True
         spans = ((self.first, self.last, Phase.FORWARD), (self.back, self.behind, Phase.BACKWARD))
         return any(
@@ -76,32 +95,29 @@ class _Finder:
 
     def _made(self) -> set[int]:
         """Storages that only the logits and their loss need."""
-        result = set(self.step.ops[self.last].writes)
+        result = self.step.ops[self.last].writes
         rows = enumerate(self.step.storages)
         return {s for s, x in rows if self.first <= x.birth <= self.last and s not in result}
 
     def looked_at(self) -> bool:
         """Whether ops elsewhere read what is made on the way to the loss."""
-        made = self._made()
+        made = set() if self.chunked else self._made()
         others = (op for i, op in enumerate(self.step.ops) if not self._inside(i))
         return any(not made.isdisjoint((*op.reads, *op.writes)) for op in others)
 
     def marked(self) -> Step:
         """The step with the block, and no logits that a caller merely holds on."""
-        made, step, end = self._made(), self.step, self.behind
+        step = self.step
+        lasting = {s for s in self._made() if step.storages[s].death > self.behind}
         storages = tuple(
-            msgspec.structs.replace(x, death=end, release=min(x.release, end), done=-1)
-            if s in made and x.death > end
-            else x
-            for s, x in enumerate(step.storages)
+            self._shortened(x) if s in lasting else x for s, x in enumerate(step.storages)
         )
         ops = tuple(
-            msgspec.structs.replace(op, block=self.index) if self._inside(i) else op
-            for i, op in enumerate(step.ops)
+            self._marked(i, op, lasting) if self._inside(i) else op for i, op in enumerate(step.ops)
         )
         saved = tuple(
             msgspec.structs.replace(row, block=self.index)
-            if self.first <= row.packed <= self.last + 1 and self._is_used_inside(row.unpacked)
+            if self._is_saved(row.packed) and self._is_used_inside(row.unpacked)
             else row
             for row in step.saved
         )
@@ -122,6 +138,21 @@ class _Finder:
             step, ops=ops, storages=storages, saved=saved, blocks=blocks
         )
         return made_step.check()
+
+    def _marked(self, i: int, op: Op, lasting: set[int]) -> Op:
+        if self.chunked and i <= self.last:  # before the gradients it makes begin
+            reads, writes = (tuple(s for s in x if s not in lasting) for x in (op.reads, op.writes))
+            op = msgspec.structs.replace(op, reads=reads, writes=writes)
+        return msgspec.structs.replace(op, block=self.index)
+
+    def _shortened(self, storage: Storage) -> Storage:
+        """Logits held on end with their last use; gradients made in forward begin in backward."""
+        if self.chunked:
+            return msgspec.structs.replace(storage, birth=self.back)
+        end = self.behind
+        return msgspec.structs.replace(
+            storage, death=end, release=min(storage.release, end), done=-1
+        )
 
     def _is_used_inside(self, unpacked: tuple[int, ...]) -> bool:
         return bool(unpacked) and all(self.back <= p <= self.behind for p in unpacked)

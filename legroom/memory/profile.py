@@ -1,5 +1,6 @@
 """Capture a step as a trace: with fake tensors on any machine, or from a real recorded step."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves, tree_map
 
-from legroom.core.errors import StepError
+from legroom.core.errors import LegroomError, StepError
 from legroom.machine.spec import Machine
 from legroom.memory.assemble import assemble_step, op_forms, same_calls, set_releases
 from legroom.memory.blocks import find_blocks
@@ -98,6 +99,22 @@ def capture_fake(
         let_go(mode)
     step = with_variants(_with_update(draft, optimizer, machine, signature))
     return Capture(step, forms)
+
+
+def capture_unseen(*args: Any, **kwargs: Any) -> Capture | None:
+    """A step that has not run yet, from fake tensors; a warning where those cannot follow it."""
+    try:
+        return capture_fake(*args, **kwargs)
+    except LegroomError:
+        raise
+    except Exception as error:  # whatever the model does that fake tensors cannot
+        warnings.warn(
+            f"legroom: cannot plan this step before running it ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}); it runs under the online "
+            "rule and is planned once recorded",
+            stacklevel=3,
+        )
+        return None
 
 
 def capture_real(

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,9 @@ from legroom.memory.verify import Snapshot
 
 SHARES = (1.0, 0.7, 0.4, 0.2, 0.0)
 """Of what a block could save, for the partitioner to keep."""
-ROUNDS = 4
+ROUNDS = 5
+HEAT_S = 0.3
+CYCLES_PER_S = 2e9
 ALIKE = 0.02
 """Builds that differ in bytes by less, as a share of the most that any saves, are one."""
 
@@ -177,17 +180,17 @@ class Trial:
         """Warm it up, look at what it saves and holds, and take its time."""
         self._run()
         size, dtype, saves, forward_bytes, backward_bytes = self._look()
-        times = [self._time() for _ in range(ROUNDS)]
+        there_s, back_s, host_s = self._time(self._heat())
         return Build(
             name=name,
-            forward_s=min(there for there, _, _ in times),
-            backward_s=min(back for _, back, _ in times),
+            forward_s=there_s,
+            backward_s=back_s,
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
             sizes=size,
             dtypes=dtype,
             saves=saves,
-            host_s=min(host for *_, host in times),
+            host_s=host_s,
         )
 
     def _inputs(self) -> Any:
@@ -234,19 +237,35 @@ class Trial:
         behind = back.peak - came - sum(made.values())
         return (*rows, max(0, there.peak - there.left), max(0, behind))
 
-    def _time(self) -> tuple[float, float, float]:
-        """Seconds there and back, and of the host for both."""
+    def _heat(self) -> float:
+        """Keep a card busy for a while: one at rest is faster at first than it stays.
+
+        How long the host took for one run.
+        """
+        started, host_s = time.perf_counter(), HEAT_S
+        while self.device.type == "cuda" and time.perf_counter() - started < HEAT_S:
+            begin = time.perf_counter()
+            self._run()
+            host_s = min(host_s, time.perf_counter() - begin)
+            torch.cuda.synchronize(self.device)
+        return host_s
+
+    def _time(self, host_s: float) -> tuple[float, float, float]:
+        """Seconds there and back, and of the host for both: medians of rounds in a row."""
         given = self._inputs()
-        clock = _CudaClock() if self.device.type == "cuda" else _CpuClock()
+        clock = _CudaClock(ROUNDS * host_s) if self.device.type == "cuda" else _CpuClock()
+        for _ in range(ROUNDS):
+            clock.mark()
+            results = self._there(given)
+            clock.mark()
+            grads = [torch.ones_like(x) for x in results]
+            clock.mark()
+            self._back(given, results, grads)
+            del results, grads
         clock.mark()
-        results = self._there(given)
-        clock.mark()
-        grads = [torch.ones_like(x) for x in results]
-        clock.mark()
-        self._back(given, results, grads)
-        clock.mark()
-        there, _, back = clock.spans()
-        return there, back, clock.host_s()
+        rounds = list(zip(*[iter(clock.spans())] * 3, strict=True))
+        there, back = median(r[0] for r in rounds), median(r[2] for r in rounds)
+        return there, back, clock.host_s() / ROUNDS
 
 
 def _wants_grad(leaf: Any) -> bool:
@@ -345,10 +364,11 @@ class _CpuClock:
 class _CudaClock(_CpuClock):
     """Events, with the device asleep until all is enqueued: the host's own pace does not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, host_s: float) -> None:
         super().__init__()
         self._events: list[torch.cuda.Event] = []
-        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        cycles = min(int(1.5 * host_s * CYCLES_PER_S), SLEEP_CYCLES)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
         """Now, for both."""

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from legroom.core.errors import BudgetError, InputError
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
 from legroom.memory.builds import Build, Rebuilt
-from legroom.memory.kinds import Outfit
+from legroom.memory.kinds import Made, Outfit
 from legroom.memory.losshead import CALL, with_head
 from legroom.memory.mechanisms.compiled import Compiler, allow_shapes
 from legroom.memory.mix import mixes
@@ -29,15 +29,8 @@ Tried = dict[tuple[str, int], list[tuple[float, Build]]]
 """By module and call, the builds of a block with their shares."""
 CHUNKS = (1, 2, 4, 8, 16, 32)
 """Of the loss of a language model."""
-
-
-class Made(NamedTuple):
-    """A step with builds chosen."""
-
-    capture: Capture
-    outfit: Outfit = Outfit()
-    seconds: float = 0.0
-    """How long it took to compile and try the builds."""
+MANY = 32
+"""Chunks to begin with where logits in full do not fit."""
 
 
 class Workshop:
@@ -88,19 +81,25 @@ class Workshop:
         return sample
 
     def make(
-        self, capture: Capture, like: Step, machine: Machine, budget: Mapping[str, int], policy: str
+        self,
+        captured: Made,
+        like: Step,
+        machine: Machine,
+        budget: Mapping[str, int],
+        policy: str,
     ) -> Made:
-        """The step with the mix of builds that is fastest under the budget; eager if that is."""
+        """The step with the mix of builds that is fastest under the budget; as it is if that is."""
+        capture = captured.capture
         started = time.perf_counter()
         tried = self._tried_for(like)
         took_s = time.perf_counter() - started
-        best, best_s = Made(capture), _planned_s(capture.step, machine, budget, policy)
+        best, best_s = captured, _planned_s(capture.step, machine, budget, policy)
         for step in self._steps(capture.step, tried):
             options = self._options(step, tried)
             for made in mixes(step, machine, budget["device"], options) if options else ():
                 seconds = _planned_s(made.step, machine, budget, policy)
                 if seconds < best_s:
-                    best, best_s = self._made(capture, made, tried), seconds
+                    best, best_s = self._made(captured, made, tried), seconds
         return best._replace(seconds=took_s)
 
     def _steps(self, step: Step, tried: Tried) -> Iterator[Step]:
@@ -111,8 +110,8 @@ class Workshop:
             if marked is not None:
                 yield marked
 
-    def _made(self, capture: Capture, made: Rebuilt, tried: Tried) -> Made:
-        shares, chunks = {}, 0
+    def _made(self, captured: Made, made: Rebuilt, tried: Tried) -> Made:
+        shares, chunks = {}, captured.outfit.chunks
         for block in made.step.blocks:
             if block.build:
                 found = tried[block.module, block.call]
@@ -122,7 +121,7 @@ class Workshop:
                 else:
                     shares[block.module] = number
         forms = {}
-        for i, form in capture.forms.items():
+        for i, form in captured.capture.forms.items():
             if i in made.ops:
                 moved = tuple(made.storages.get(s, -1) for s in form.storages)
                 forms[made.ops[i]] = form._replace(storages=moved)
@@ -162,6 +161,10 @@ class Workshop:
             if found and block.module not in several:
                 options[i] = [build for _, build in found]
         return options
+
+    def least(self) -> Outfit:
+        """What needs least memory of what can be had before anything was tried."""
+        return Outfit(chunks=MANY) if self.head is not None else Outfit()
 
     def place(self, outfit: Outfit) -> None:
         """Have these modules run their builds, and all others as they are."""

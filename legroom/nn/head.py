@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
 from legroom.core.errors import InputError
@@ -113,6 +114,8 @@ class Head:
         """Whether the loss is a call of the head's module, for who hangs hooks on that."""
         self._plain: Any = model.loss_function
         self._was: dict[str, Any] | None = None
+        self._note: Callable[[Call], None] | None = None
+        self._looks: list[bool] | None = None
 
     def put(self, chunks: int) -> None:
         """Have the loss in so many chunks from now on."""
@@ -138,8 +141,9 @@ class Head:
     def loss(self, hidden: Tensor, *, chunks: int, labels: Tensor, **terms: Any) -> Tensor:
         """Cross entropy of the labels."""
         weight, bias, labels = self.head.weight, self.head.bias, labels.to(hidden.device)
+        fused = self.fused and _get_current_dispatch_mode() is None  # which sees ops one by one
         return chunked_cross_entropy(
-            hidden, weight, labels, bias=bias, chunks=chunks, fused=self.fused, **terms
+            hidden, weight, labels, bias=bias, chunks=chunks, fused=fused, **terms
         )
 
     def _forward(self, hidden: Tensor, labels: Tensor | None = None, **terms: Any) -> Any:
@@ -148,37 +152,50 @@ class Head:
             return self.loss(hidden, chunks=self.chunks, labels=labels, **terms)
         if not torch.is_grad_enabled():
             return nn.Linear.forward(self.head, hidden)
-        return Unmade(self.head, hidden)
+        logits = Unmade(self.head, hidden)
+        logits._looks = self._looks
+        return logits
 
     def _loss(self, logits: Any, labels: Tensor, vocab_size: int, *args: Any, **others: Any) -> Any:
         call = _call_of(logits, labels, vocab_size, *args, **others)
         if call is None:
             return self._plain(_made(logits), labels, vocab_size, *args, **others)
+        if self._note is not None:
+            self._note(call)
         return (self.head if self.as_module else self._forward)(call.hidden, **call.terms)
 
     @contextlib.contextmanager
     def watched(self, note: Callable[[Call], None], looks: list[bool]) -> Iterator[None]:
-        """Have the loss as it is, and note what one in chunks would be given.
+        """Have the loss as it is, and note what one in chunks is given, or would be.
 
         `looks` has an item for each time that somebody else looks at the logits, now or later.
         """
+        self._note, self._looks = note, looks
+        try:
+            with contextlib.nullcontext() if self.chunks else self._whole():
+                yield
+        finally:
+            self._note = self._looks = None
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Logits in full, with a watch on them."""
 
         def forward(hidden: Tensor) -> Any:
             made = nn.Linear.forward(self.head, hidden)
             if not torch.is_grad_enabled():
                 return made
             logits = Unmade(self.head, hidden)
-            logits._made, logits._looks = made, looks
+            logits._made, logits._looks = made, self._looks
             return logits
 
         def loss(logits: Any, labels: Tensor, vocab_size: int, *args: Any, **others: Any) -> Any:
             call = _call_of(logits, labels, vocab_size, *args, **others)
-            if call is not None:
-                note(call)
+            if call is not None and self._note is not None:
+                self._note(call)
             logits = logits._make() if isinstance(logits, Unmade) else logits
             return self._plain(logits, labels, vocab_size, *args, **others)
 
-        self.remove()
         self._patch(forward, loss)
         try:
             yield

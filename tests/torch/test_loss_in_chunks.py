@@ -128,9 +128,9 @@ def test_a_step_that_reads_logits_has_no_such_block() -> None:
         loop = Loop(model=model)
         loop.steps(5)
         assert loop.job.current is not None
-        step = loop.job.current.plain
-        assert step is not None
-        steps[cls] = with_head(step, "lm_head")
+        plain = loop.job.current.plain
+        assert plain is not None
+        steps[cls] = with_head(plain.step, "lm_head")
         loop.job.close()
     assert steps[Reading] is None
     marked = steps[LlamaForCausalLM]
@@ -153,3 +153,21 @@ def test_a_tight_budget_takes_smaller_chunks(monkeypatch: pytest.MonkeyPatch) ->
     tight.steps(6)
     assert tight.chunks >= few
     tight.job.close()
+
+
+def test_a_budget_below_the_logits_begins_in_chunks() -> None:
+    """No step ever makes them in full, and the loss is right from the first step on."""
+    rows, words = 4 * 20, 503
+    plain = Loop()
+    plain.steps(1)
+    assert plain.job.current is not None and plain.job.current.capture is not None
+    step = plain.job.current.capture.step
+    weights = sum(s.num_bytes for s in step.storages if s.birth < 0)
+    plain.job.close()
+    loop = Loop(budget=weights + 3 * rows * words * 4)
+    losses = loop.steps(9)
+    assert losses == pytest.approx(plain_losses(9), rel=1e-5)
+    assert loop.chunks and not loop.job.runner.deviation
+    assert loop.job.current.base.chunks  # type: ignore[union-attr]
+    assert loop.job.current.outfit.shares  # type: ignore[union-attr]
+    loop.job.close()
