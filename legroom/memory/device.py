@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
+from legroom.core.errors import StepError
 from legroom.core.outcome import Timeline
 from legroom.memory.timers import memory_reports, reports_peak, timing_event
 
@@ -268,3 +270,13 @@ class CudaMeter(Meter):
 def make_meter(device: torch.device) -> Meter:
     """The meter for a device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+def check_device(model: nn.Module, device: torch.device) -> None:
+    """Raise StepError for a model that went elsewhere since."""
+    param = next(model.parameters(), None)
+    if param is not None and param.device.type != device.type:
+        raise StepError(
+            f"the model was fitted on {device} and is now on {param.device}: "
+            "call legroom.fit after moving it"
+        )

@@ -23,7 +23,7 @@ from legroom.core.errors import BudgetError, StepError
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
-from legroom.memory.device import Meter, make_meter
+from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
 from legroom.memory.kinds import Kind, Made, Measurement, Outfit
 from legroom.memory.online import make_evictor
@@ -130,7 +130,7 @@ class MemoryJob:
         ready = self._stack is not None and self.current is None and not self._busy
         if not ready or not torch.is_grad_enabled() or model is not self.model:
             return
-        self._check_device()
+        check_device(self.model, self.device)
         kind = self._kind(self.signer.signature(args, kwargs))
         if kind.visits == 0 and kind.plan is None:
             self._first_plan(kind, args, kwargs)
@@ -142,14 +142,6 @@ class MemoryJob:
 
     def _kind(self, signature: str) -> Kind:
         return self.kinds.setdefault(signature, Kind(signature))
-
-    def _check_device(self) -> None:
-        param = next(self.model.parameters(), None)
-        if param is not None and param.device.type != self.device.type:
-            raise StepError(
-                f"the model was fitted on {self.device} and is now on {param.device}: "
-                "call legroom.fit after moving it"
-            )
 
     def _open(self, kind: Kind, stack: contextlib.ExitStack) -> None:
         if self.workshop is not None and kind.visits == WARM - 1 and kind.capture is not None:

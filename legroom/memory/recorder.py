@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase=self._phase(),
             reads=reads,
             writes=writes,
-            flops=float(flops(*args, **kwargs, out_val=out)) if flops else 0.0,
+            flops=_count(flops, args, kwargs, out) if flops else 0.0,
             dtype=next((_dtype(x) for x in tree_leaves(out) if isinstance(x, Tensor)), ""),
             random=torch.Tag.nondeterministic_seeded in func.tags,
             sealed=generator,
@@ -360,6 +360,12 @@ def _beyond(module: nn.Module) -> object:
     buffers = [Same(b) for b in module._buffers.values()]
     theirs: Any = np.random.get_state(legacy=True)
     return buffers, hash(random.getstate()), theirs[2], int(theirs[1][0])
+
+
+def _count(flops: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Floating-point operations; torch's rules know nothing of a dtype asked for."""
+    given = [x for x in args if not isinstance(x, torch.dtype)]
+    return float(flops(*given, **kwargs, out_val=out))
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

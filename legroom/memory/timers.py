@@ -5,6 +5,7 @@ clock gives the time, and the profiler's memory reports, which carry the same cl
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from legroom.core.quiet import silenced
 from legroom.memory.recorder import RawOp
 
+CYCLES_PER_S = 2e9
 SLEEP_CYCLES = 120_000_000
 """About 60 ms: longer than the host needs to enqueue a batch of recorded ops."""
 BATCH_OPS = 64
@@ -132,3 +134,47 @@ def reports_peak(reports: list[tuple[int, int]]) -> int:
     """Most bytes taken at once, above what was there when the reports began."""
     levels = np.cumsum([n for _, n in reports], dtype=np.int64)
     return max(int(levels.max(initial=0)), 0)
+
+
+class CpuClock:
+    """Takes the time at marks."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        """Now."""
+        self._marks.append(time.perf_counter())
+
+    def spans(self) -> list[float]:
+        """Seconds between marks."""
+        return [b - a for a, b in itertools.pairwise(self._marks)]
+
+    def host_s(self) -> float:
+        """A CPU that computes has no host."""
+        return 0.0
+
+
+class CudaClock(CpuClock):
+    """Events, with the device asleep until all is enqueued: the host's own pace does not count."""
+
+    def __init__(self, host_s: float) -> None:
+        super().__init__()
+        self._events: list[torch.cuda.Event] = []
+        cycles = min(int(1.5 * host_s * CYCLES_PER_S), SLEEP_CYCLES)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        """Now, for both."""
+        super().mark()
+        self._events.append(timing_event())
+        self._events[-1].record()
+
+    def spans(self) -> list[float]:
+        """Seconds of the device between marks."""
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._events)]
+
+    def host_s(self) -> float:
+        """Seconds of the host from the first mark to the last, which waits for nothing."""
+        return self._marks[-1] - self._marks[0]

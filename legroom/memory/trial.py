@@ -5,7 +5,7 @@ gradients flow. Nothing of the model is left changed: no gradients, no statistic
 """
 
 import contextlib
-import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,14 +30,13 @@ from legroom.memory.saved import (
     is_ours,
     weight_storages,
 )
-from legroom.memory.timers import SLEEP_CYCLES, memory_reports, reports_peak, timing_event
+from legroom.memory.timers import CpuClock, CudaClock, memory_reports, reports_peak
 from legroom.memory.verify import Snapshot
 
-SHARES = (1.0, 0.7, 0.4, 0.2, 0.0)
+SHARES = (1.0, 0.0, 0.4, 0.7, 0.2)
 """Of what a block could save, for the partitioner to keep."""
 ROUNDS = 5
 HEAT_S = 0.3
-CYCLES_PER_S = 2e9
 ALIKE = 0.02
 """Builds that differ in bytes by less, as a share of the most that any saves, are one."""
 
@@ -103,52 +102,72 @@ def _stand_in(leaf: Any) -> Any:
 
 Way = tuple[float, str, Callable[..., Any]]
 """A number to tell it by, a name, and what runs in place of the block's forward."""
+Found = list[tuple[float, Build]]
+"""Builds with the numbers of their ways."""
 
 
-def try_builds(
-    compiler: Compiler, model: nn.Module, sample: Sample, device: torch.device
-) -> list[tuple[float, Build]]:
-    """The builds of a block worth having, with their shares; none if it does not compile."""
-    why = can_compile(sample.module)
-    if why:
-        _warn(sample.name, why)
-        return []
-    ways = ((s, f"keep {s:.0%}", compiler.build(sample.module, s)) for s in SHARES)
-    return try_ways(model, sample, device, ways)
+def build_ways(compiler: Compiler, module: nn.Module) -> Iterator[Way]:
+    """A block compiled to keep the one share or the other; the ends first."""
+    for share in SHARES:
+        yield share, f"keep {share:.0%}", compiler.build(module, share)
 
 
-def try_ways(
-    model: nn.Module, sample: Sample, device: torch.device, ways: Iterable[Way]
-) -> list[tuple[float, Build]]:
-    """Those of some ways to run a block that are worth having; none if one of them breaks."""
-    keep, found = Snapshot(sample.module, device), []
-    try:
-        with attributes_kept(sample.module.modules()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler's own
-            for number, name, forward in ways:
-                trial = Trial(model, sample, forward, device)
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    found.append((number, trial.measure(name)))
-    except Exception as error:  # whatever a compiler may raise
-        found = []
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        _warn(sample.name, why)
-    finally:
-        keep.restore()
-    return worth_having(found)
+def try_all(
+    model: nn.Module,
+    device: torch.device,
+    subjects: Iterable[tuple[Sample, Iterator[Way]]],
+    limit_s: float = math.inf,
+) -> list[Found]:
+    """Of each subject the builds worth having, in turns of one way each until the time is over.
+
+    A subject of which one way breaks has none, and is named in a warning.
+    """
+    tries = [_Tries(model, device, sample, ways) for sample, ways in subjects]
+    until = time.perf_counter() + limit_s
+    going = list(tries)
+    while going and time.perf_counter() < until:
+        going = [one for one in going if time.perf_counter() < until and one.next()]
+    return [worth_having(one.found) for one in tries]
 
 
-def _warn(name: str, why: str) -> None:
-    warnings.warn(f"legroom: {name} is not compiled: {why}", stacklevel=3)
+class _Tries:
+    """The ways of one block, one after the other."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, sample: Sample, ways: Iterator[Way]
+    ) -> None:
+        self.model, self.device, self.sample, self.ways = model, device, sample, ways
+        self.found: Found = []
+
+    def next(self) -> bool:
+        """Try one more; whether there may be others."""
+        module = self.sample.module
+        keep, why = Snapshot(module, self.device), can_compile(module)
+        try:
+            with attributes_kept(module.modules()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compiler's own
+                way = None if why else next(self.ways, None)
+                if way is not None:
+                    trial = Trial(self.model, self.sample, way[2], self.device)
+                    with contextlib.suppress(torch.OutOfMemoryError):
+                        self.found.append((way[0], trial.measure(way[1])))
+        except Exception as error:  # whatever a compiler may raise
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        finally:
+            keep.restore()
+        if why:
+            self.found.clear()
+            warnings.warn(f"legroom: {self.sample.name} is not compiled: {why}", stacklevel=3)
+        return not why and way is not None
 
 
-def worth_having(found: Sequence[tuple[float, Build]]) -> list[tuple[float, Build]]:
+def worth_having(found: Sequence[tuple[float, Build]]) -> Found:
     """Without those that a faster one beats in bytes as well, fastest first.
 
     What is held from forward to backward counts, and what either of them holds at most.
     """
     slack = ALIKE * max((build.saved_bytes for _, build in found), default=0)
-    kept: list[tuple[float, Build]] = []
+    kept: Found = []
     for share, build in sorted(found, key=lambda x: x[1].seconds):
         if all(_saves_bytes(build, other, slack) for _, other in kept):
             kept.append((share, build))
@@ -253,7 +272,7 @@ class Trial:
     def _time(self, host_s: float) -> tuple[float, float, float]:
         """Seconds there and back, and of the host for both: medians of rounds in a row."""
         given = self._inputs()
-        clock = _CudaClock(ROUNDS * host_s) if self.device.type == "cuda" else _CpuClock()
+        clock = CudaClock(ROUNDS * host_s) if self.device.type == "cuda" else CpuClock()
         for _ in range(ROUNDS):
             clock.mark()
             results = self._there(given)
@@ -340,47 +359,3 @@ def watched(device: torch.device) -> Iterator[Level]:
     with memory_reports(reports):
         yield level
     level.peak, level.left = reports_peak(reports), sum(n for _, n in reports)
-
-
-class _CpuClock:
-    """Takes the time at marks."""
-
-    def __init__(self) -> None:
-        self._marks: list[float] = []
-
-    def mark(self) -> None:
-        """Now."""
-        self._marks.append(time.perf_counter())
-
-    def spans(self) -> list[float]:
-        """Seconds between marks."""
-        return [b - a for a, b in itertools.pairwise(self._marks)]
-
-    def host_s(self) -> float:
-        """A CPU that computes has no host."""
-        return 0.0
-
-
-class _CudaClock(_CpuClock):
-    """Events, with the device asleep until all is enqueued: the host's own pace does not count."""
-
-    def __init__(self, host_s: float) -> None:
-        super().__init__()
-        self._events: list[torch.cuda.Event] = []
-        cycles = min(int(1.5 * host_s * CYCLES_PER_S), SLEEP_CYCLES)
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-
-    def mark(self) -> None:
-        """Now, for both."""
-        super().mark()
-        self._events.append(timing_event())
-        self._events[-1].record()
-
-    def spans(self) -> list[float]:
-        """Seconds of the device between marks."""
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._events)]
-
-    def host_s(self) -> float:
-        """Seconds of the host from the first mark to the last, which waits for nothing."""
-        return self._marks[-1] - self._marks[0]

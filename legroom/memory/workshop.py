@@ -21,13 +21,15 @@ from legroom.memory.mix import mixes
 from legroom.memory.planner import make_plan
 from legroom.memory.profile import Capture
 from legroom.memory.trace import Step
-from legroom.memory.trial import Sample, try_builds, try_ways
+from legroom.memory.trial import Found, Sample, Way, build_ways, try_all
 from legroom.nn.head import Head, find_head
 
 log = logging.getLogger("legroom")
-Tried = dict[tuple[str, int], list[tuple[float, Build]]]
+Tried = dict[tuple[str, int], Found]
 """By module and call, the builds of a block with their shares."""
-CHUNKS = (1, 2, 4, 8, 16, 32)
+TRIAL_S = 60.0
+"""Time to try builds; what was not tried by then stays as it is."""
+CHUNKS = (8, 1, 32, 4, 16, 2)
 """Of the loss of a language model."""
 MANY = 32
 """Chunks to begin with where logits in full do not fit."""
@@ -127,30 +129,30 @@ class Workshop:
                 forms[made.ops[i]] = form._replace(storages=moved)
         return Made(Capture(made.step, forms), Outfit(shares, chunks))
 
-    def _try(self, sample: Sample) -> list[tuple[float, Build]]:
-        log.info("compiling %s in several builds", sample.name)
-        found = try_builds(self.compiler, self.model, sample, self.device)
-        for _, build in found:
-            size, seconds = format_bytes(build.saved_bytes), format_seconds(build.seconds)
-            log.info("%s, %s: saves %s, takes %s", sample.name, build.name, size, seconds)
-        return found
-
     def _tried_for(self, like: Step) -> Tried:
         """The builds of each block that was sampled, tried once for each signature."""
         samples = self._samples.pop(like.signature, {})
         if samples:
-            groups = {group: self._try(sample) for group, sample in samples.items()}
-            self._tried[like.signature] = {
-                (b.module, b.call): groups[b.group] for b in like.blocks if b.group in groups
-            } | self._try_chunks(like.signature)
+            groups = sorted(samples, key=lambda g: -_weight(like, g))
+            subjects = [(samples[g], build_ways(self.compiler, samples[g].module)) for g in groups]
+            subjects += self._loss_subject(like.signature)
+            log.info("compiling %d kinds of block in several builds", len(subjects))
+            found = try_all(self.model, self.device, subjects, TRIAL_S)
+            for (sample, _), builds in zip(subjects, found, strict=True):
+                _log(sample, builds)
+            by_group = dict(zip(groups, found, strict=False))
+            self._tried[like.signature] = tried = {
+                (b.module, b.call): by_group[b.group] for b in like.blocks if b.group in by_group
+            }
+            if len(found) > len(groups):
+                tried[self.head_path, CALL] = found[-1]
         return self._tried.get(like.signature, {})
 
-    def _try_chunks(self, signature: str) -> Tried:
+    def _loss_subject(self, signature: str) -> list[tuple[Sample, Iterator[Way]]]:
         sample, head = self._losses.pop(signature, None), self.head
         if sample is None or head is None or self._looks:
-            return {}
-        ways = ((k, _in_chunks(k), partial(head.loss, chunks=k)) for k in CHUNKS)
-        return {(self.head_path, CALL): try_ways(self.model, sample, self.device, ways)}
+            return []
+        return [(sample, ((k, _in_chunks(k), partial(head.loss, chunks=k)) for k in CHUNKS))]
 
     def _options(self, step: Step, tried: Tried) -> dict[int, list[Build]]:
         """Builds for each block; none for modules that are called more than once."""
@@ -178,6 +180,19 @@ def _planned_s(step: Step, machine: Machine, budget: Mapping[str, int], policy: 
         return make_plan(step, machine, budget, policy, quick=True).predicted.step_s
     except BudgetError:
         return float("inf")
+
+
+def _weight(step: Step, group: int) -> int:
+    """Bytes that all blocks of a group save."""
+    ours = {b for b, block in enumerate(step.blocks) if block.group == group}
+    storages = {row.storage for row in step.saved if row.block in ours}
+    return sum(step.storages[s].num_bytes for s in storages)
+
+
+def _log(sample: Sample, builds: Found) -> None:
+    for _, build in builds:
+        size, seconds = format_bytes(build.saved_bytes), format_seconds(build.seconds)
+        log.info("%s, %s: saves %s, takes %s", sample.name, build.name, size, seconds)
 
 
 def _in_chunks(k: int) -> str:

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 import legroom.memory.workshop as workshop
 from legroom.api import Job
 from legroom.core.errors import InputError
+from legroom.memory.builds import Build
 from legroom.memory.mechanisms import compiled
 from legroom.memory.mechanisms.compiled import Compiler
 from legroom.memory.trace import Step
-from legroom.memory.trial import Sample, Trial, try_builds, worth_having
+from legroom.memory.trial import Sample, Trial, build_ways, try_all, worth_having
 from tests.torch.nets import Attention, ConvNorm, Mlp, rows, stack
 from tests.torch.support import CPU, GIB, MACHINE, Start, assert_same, fitted, result_of
 
@@ -51,6 +52,12 @@ class DropAttention(Attention):
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
         return x + self.out(y.transpose(1, 2).reshape(batch, time, width))
+
+
+def tried(model: nn.Module, sample: Sample) -> list[tuple[float, Build]]:
+    """The builds of one block."""
+    (found,) = try_all(model, CPU, [(sample, build_ways(Compiler(), sample.module))])
+    return found
 
 
 def run(forward: object, x: Tensor, module: nn.Module) -> list[Tensor]:
@@ -116,7 +123,7 @@ def test_a_trial_leaves_nothing_behind() -> None:
     torch.manual_seed(5)
     expected, buffers = torch.rand(3), [b.clone() for b in model.buffers()]
     torch.manual_seed(5)
-    assert try_builds(Compiler(), model, sample, CPU)
+    assert tried(model, sample)
     assert torch.equal(torch.rand(3), expected)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
@@ -136,7 +143,7 @@ def test_a_trial_leaves_attributes_as_they_were() -> None:
     """A counter in the block's forward counts steps, not trials."""
     model = nn.Sequential(Counting(), Counting())
     sample = Sample.take("0", model[0], ((rows().requires_grad_(),), {}), CPU)
-    assert try_builds(Compiler(), model, sample, CPU)
+    assert tried(model, sample)
     assert model[0].calls == 0
 
 
