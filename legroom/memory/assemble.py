@@ -55,9 +55,11 @@ def _accumulate_in_place(recorder: Recorder) -> None:
     storages, saved = recorder.storages, {row.storage for row in recorder.saved}
     sums: dict[int, int] = {}
     for i, op in enumerate(recorder.ops):
+        op.reads[:] = dict.fromkeys(sums.get(s, s) for s in op.reads)
+        op.writes[:] = dict.fromkeys(sums.get(s, s) for s in op.writes)
         if op.name != "aten.add.Tensor" or op.node < 0 or len(op.reads) != 2:
             continue
-        made, waiting = op.results[0], sums.get(op.reads[0], op.reads[0])
+        made, waiting = op.results[0], op.reads[0]
         if made < 0 or made in saved or waiting in saved:
             continue
         new, old = storages[made], storages[waiting]

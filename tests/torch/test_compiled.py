@@ -54,6 +54,13 @@ class DropAttention(Attention):
         return x + self.out(y.transpose(1, 2).reshape(batch, time, width))
 
 
+class Clipped(Mlp):
+    """A block whose gradient is made anew on its way in: eager ones add to it in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(super().forward(x))
+
+
 def tried(model: nn.Module, sample: Sample) -> list[tuple[float, Build]]:
     """The builds of one block."""
     (found,) = try_all(model, CPU, [(sample, build_ways(Compiler(), sample.module))])
@@ -175,7 +182,7 @@ def steps(job: Job, num_steps: int, start: Start, x: Tensor) -> tuple[object, ..
 
 
 @pytest.mark.usefixtures("compiled_only")
-@pytest.mark.parametrize("block", [Mlp, Attention])
+@pytest.mark.parametrize("block", [Mlp, Attention, Clipped])
 def test_the_peak_of_a_job_with_compiled_blocks_is_foreseen(block: type[nn.Module]) -> None:
     """Measured by the allocator, under several budgets."""
     model = nn.Sequential(nn.Linear(64, 64), *[block() for _ in range(6)], nn.Linear(64, 8))
