@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from legroom.core.errors import InputError, StepError, UnknownName
-from legroom.core.outcome import Comparison, Outcome, Timeline
+from legroom.core.outcome import Comparison, Outcome, Point, Timeline
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
-from legroom.memory.frontier import NUM_POINTS, Point, frontier, next_steps
+from legroom.memory.frontier import NUM_POINTS, frontier, next_steps
 from legroom.memory.job import MemoryJob
 from legroom.memory.kinds import Kind, Made
 from legroom.memory.plan import Plan
@@ -24,6 +24,7 @@ from legroom.memory.simulate import Simulator
 from legroom.memory.timeline import predicted_timeline
 from legroom.memory.trace import Step
 from legroom.memory.verify import Verdict
+from legroom.views.blocks import blocks_table
 from legroom.views.page import write_page
 from legroom.views.table import comparison_table, costs_table, to_text
 
@@ -60,6 +61,10 @@ class Job(MemoryJob):
         comparison = self.comparison(kind)
         assert kind.plan is not None
         text = to_text(comparison_table(comparison, kind.plan)) + f"\nHow: {kind.plan.why}.\n"
+        text += f"With other budgets, as predicted: {self.next_steps()}.\n"
+        changed = kind.plan.actions or kind.outfit.changes
+        if kind.capture is not None and kind.capture.step.blocks and changed:
+            text += "\n" + to_text(blocks_table(kind.capture.step, kind.plan))
         if comparison.predicted.costs:
             text += "\n" + to_text(costs_table(comparison.predicted))
         return text
@@ -75,10 +80,7 @@ class Job(MemoryJob):
 
     def next_steps(self) -> str:
         """What a GiB more would buy and one less would cost ("+1.00 GiB: -3 ms; ...")."""
-        kind = self.known()
-        assert kind.plan is not None
-        limit = self.planning_budget()["device"]
-        return next_steps(self._plan_at, limit, kind.plan.predicted.step_s)
+        return next_steps(self._plan_at, self.planning_budget()["device"])
 
     def _plan_at(self, limit: int) -> Plan:
         """A plan of the step at hand for another budget; builds are chosen anew."""
@@ -90,14 +92,16 @@ class Job(MemoryJob):
             step = self.workshop.make(plain, step, self.machine, budget, self.policy).capture.step
         return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy, quick=True)
 
-    def page(self, path: str | Path) -> Path:
-        """Write the report as one HTML file."""
+    def page(self, path: str | Path, *, budgets: bool = True) -> Path:
+        """Write the report as one HTML file; with `budgets`, other ones are planned for as well."""
         kind = self.known()
         assert kind.capture is not None and kind.plan is not None
         step = kind.capture.step
         measured = self.meter.timeline(kind.static_bytes)
         comparison = self.comparison(kind)
-        return write_page(path, step, kind.plan, comparison, self.timeline(kind), measured)
+        points = self.frontier() if budgets else ()
+        timeline = self.timeline(kind)
+        return write_page(path, step, kind.plan, comparison, timeline, measured, points=points)
 
 
 def fit(

@@ -2,15 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-
 from legroom.cli.answer import Answer, progress
 from legroom.cli.jobs import build, machine_or_this, trace_job
-from legroom.core.units import format_bytes, format_seconds
+from legroom.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from legroom.memory.frontier import Point
     from legroom.memory.plan import Plan
 
 
@@ -22,6 +18,7 @@ def frontier_answer(
     from legroom.memory.frontier import NUM_POINTS, frontier
     from legroom.memory.planner import make_plan
     from legroom.memory.simulate import Simulator
+    from legroom.views.budgets import budgets_table
 
     found = machine_or_this(machine)
     step = trace_job(build(job, "meta", sizes), found, optimizer)
@@ -38,18 +35,6 @@ def frontier_answer(
             advance(format_bytes(point.budget_bytes))
     document = {"job": job, "machine": found.name, "policy": policy, "unlimited": natural}
     document |= {"frontier": [point._asdict() for point in points], "fits": bool(points)}
-    table = _table(points, natural.step_s)
+    table = budgets_table(points, natural.step_s)
     table.title = f"{step.model} on {found.name}, by {policy}"
     return Answer(document, [table, "Times come from the machine's rates, not from runs."])
-
-
-def _table(points: "list[Point]", natural_s: float) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
-    for head in ("budget", "peak", "step", "against no limit"):
-        table.add_column(head, justify="right")
-    table.add_column("how")
-    for point in points:
-        ratio = point.step_s / natural_s if natural_s else 1.0
-        size, peak = format_bytes(point.budget_bytes), format_bytes(point.peak_bytes)
-        table.add_row(size, peak, format_seconds(point.step_s), f"{ratio:.2f}x", point.why)
-    return table

@@ -1,6 +1,6 @@
 """What came of a plan, predicted or measured: peaks, times, stalls, bytes."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -50,12 +50,27 @@ class Outcome(Record, frozen=True, kw_only=True):
         return self.peak_bytes["device"]
 
 
+class Point(NamedTuple):
+    """One budget, and what the best plan for it is predicted to do."""
+
+    budget_bytes: int
+    peak_bytes: int
+    step_s: float
+    why: str
+
+
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted beside measured, and the step with no plan."""
 
     predicted: Outcome
     measured: Outcome | None = None
     unlimited: Outcome | None = None
+
+    @property
+    def peaks(self) -> Outcome:
+        """The outcome whose peak counts: the measured one, if its peak was taken."""
+        taken = self.measured is not None and self.measured.device_bytes
+        return self.measured if self.measured is not None and taken else self.predicted
 
     @property
     def peak_error(self) -> float | None:

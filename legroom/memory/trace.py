@@ -140,6 +140,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     variants: tuple[Variant, ...] = ()
     build: str = ""
     """How it was compiled; empty where it runs as it is."""
+    price: str = ""
+    """What that build takes and saves next to the fastest one, in words."""
 
     @property
     def name(self) -> str:

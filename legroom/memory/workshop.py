@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -113,21 +114,24 @@ class Workshop:
                 yield marked
 
     def _made(self, captured: Made, made: Rebuilt, tried: Tried) -> Made:
-        shares, chunks = {}, captured.outfit.chunks
+        shares, chunks, blocks = {}, captured.outfit.chunks, []
         for block in made.step.blocks:
             if block.build:
                 found = tried[block.module, block.call]
-                number = next(n for n, build in found if build.name == block.build)
+                number, build = next(x for x in found if x[1].name == block.build)
+                block = msgspec.structs.replace(block, price=_price(build, found[0][1]))
                 if (block.module, block.call) == (self.head_path, CALL):
                     chunks = int(number)
                 else:
                     shares[block.module] = number
+            blocks.append(block)
+        step = msgspec.structs.replace(made.step, blocks=tuple(blocks))
         forms = {}
         for i, form in captured.capture.forms.items():
             if i in made.ops:
                 moved = tuple(made.storages.get(s, -1) for s in form.storages)
                 forms[made.ops[i]] = form._replace(storages=moved)
-        return Made(Capture(made.step, forms), Outfit(shares, chunks))
+        return Made(Capture(step, forms), Outfit(shares, chunks))
 
     def _tried_for(self, like: Step) -> Tried:
         """The builds of each block that was sampled, tried once for each signature."""
@@ -180,6 +184,17 @@ def _planned_s(step: Step, machine: Machine, budget: Mapping[str, int], policy: 
         return make_plan(step, machine, budget, policy, quick=True).predicted.step_s
     except BudgetError:
         return float("inf")
+
+
+def _price(build: Build, fastest: Build) -> str:
+    """What a build takes more, and holds less, than the fastest one of its block."""
+    if build is fastest:
+        return "the fastest"
+    more_s = build.seconds - fastest.seconds
+    held, theirs = (x.saved_bytes or x.forward_bytes for x in (build, fastest))
+    if held == theirs:
+        held, theirs = build.forward_bytes, fastest.forward_bytes
+    return f"{format_seconds(more_s)} for {format_bytes(max(theirs - held, 0))} less"
 
 
 def _weight(step: Step, group: int) -> int:

@@ -3,6 +3,10 @@
 from itertools import groupby
 from typing import NamedTuple
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from legroom.core.units import format_bytes, format_seconds
 from legroom.memory.plan import Plan, find_variant
 from legroom.memory.trace import Step
@@ -18,6 +22,16 @@ class Treatment(NamedTuple):
     replay_s: float
     moved_bytes: int
     shrunk: int
+    price: str = ""
+
+    @property
+    def why(self) -> str:
+        """What it buys, in words."""
+        if self.price:
+            return self.price
+        if self.dropped_bytes:
+            return f"{format_seconds(self.replay_s)} for {format_bytes(self.dropped_bytes)} less"
+        return "copied beside the compute" if self.moved_bytes else "there is room"
 
     @property
     def state(self) -> str:
@@ -42,13 +56,18 @@ def treatments(step: Step, plan: Plan) -> list[Treatment]:
     for b, block in enumerate(step.blocks):
         v = chosen.get(b)
         name, dropped, replay_s = (v.name, v.dropped_bytes, v.replay_s) if v else ("keep", 0, 0.0)
-        found.append(Treatment(block.group, name, dropped, replay_s, moved[b], shrunk[b]))
+        name = f"compiled, {block.build}" if block.build else name
+        rest = (moved[b], shrunk[b], block.price)
+        found.append(Treatment(block.group, name, dropped, replay_s, *rest))
     return found
 
 
 def block_states(step: Step, plan: Plan) -> list[str]:
     """For each block, its treatment in one word."""
     return [t.state for t in treatments(step, plan)]
+
+
+HEADS = ("block", "calls", "variant", "dropped each", "replay each", "moved each", "why")
 
 
 def block_rows(step: Step, plan: Plan) -> list[tuple[str, ...]]:
@@ -66,6 +85,21 @@ def block_rows(step: Step, plan: Plan) -> list[tuple[str, ...]]:
                 format_bytes(t.dropped_bytes) if t.dropped_bytes else NONE,
                 format_seconds(t.replay_s) if t.replay_s else NONE,
                 format_bytes(t.moved_bytes) if t.moved_bytes else NONE,
+                t.why,
             )
         )
     return rows
+
+
+def blocks_table(step: Step, plan: Plan, limit: int = 30) -> Table:
+    """The same for a terminal."""
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for head in HEADS:
+        words = head in ("block", "variant", "why")
+        table.add_column(head, justify="left" if words else "right", no_wrap=not words)
+    rows = block_rows(step, plan)
+    for row in rows[:limit]:
+        table.add_row(*(Text(cell) for cell in row))
+    if len(rows) > limit:
+        table.caption = f"and {len(rows) - limit} more rows"
+    return table

@@ -10,11 +10,14 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from legroom.core.outcome import ActionCost, Comparison, Outcome, Timeline
+from legroom.core.outcome import ActionCost, Comparison, Outcome, Point, Timeline
 from legroom.core.units import format_bytes, format_seconds
 from legroom.memory.plan import Plan
 from legroom.memory.trace import Kind, Step
+from legroom.views.blocks import HEADS as BLOCK_HEADS
 from legroom.views.blocks import block_rows, block_states
+from legroom.views.budgets import HEADS as BUDGET_HEADS
+from legroom.views.budgets import budget_rows, budgets_chart
 from legroom.views.chart import chart_data, stacked
 from legroom.views.peak import Holding, Peak, find_peak
 from legroom.views.table import (
@@ -41,13 +44,15 @@ def page(
     measured: Timeline | None = None,
     *,
     lines: Mapping[str, int] | None = None,
+    points: Sequence[Point] = (),
 ) -> str:
-    """The page as text. `lines` are more levels to draw, in device bytes by name.
+    """The page as text. `lines` are more levels to draw, in device bytes by name; `points` are
+    what other budgets would give.
 
     Raises RecordError when the plan was not made for this step.
     """
     levels = {BUDGET: plan.budget["device"], **_unlimited_line(comparison), **(lines or {})}
-    over = over_budget(comparison.measured or comparison.predicted, plan.budget)
+    over = over_budget(comparison.peaks, plan.budget)
     return Template(_asset("page.html")).substitute(
         title=f"{escape(step.model)}: {escape(plan.policy)} - legroom",
         style=_asset("page.css"),
@@ -64,6 +69,7 @@ def page(
         peak=_peak(step, plan, comparison.predicted),
         costs=_costs(comparison.predicted),
         blocks=_blocks(step, plan),
+        budgets=_budgets(points, plan, comparison),
         data=_embed(chart_data(predicted, measured, levels, BUDGET)),
     )
 
@@ -77,10 +83,11 @@ def write_page(
     measured: Timeline | None = None,
     *,
     lines: Mapping[str, int] | None = None,
+    points: Sequence[Point] = (),
 ) -> Path:
     """Write the page to `path` and return the path."""
     target = Path(path)
-    text = page(step, plan, comparison, predicted, measured, lines=lines)
+    text = page(step, plan, comparison, predicted, measured, lines=lines, points=points)
     target.write_text(text, encoding="utf-8")
     return target
 
@@ -101,7 +108,7 @@ def _unlimited_line(comparison: Comparison) -> dict[str, int]:
 
 
 def _verdict(comparison: Comparison, plan: Plan, over: Mapping[str, int]) -> str:
-    outcome = comparison.measured or comparison.predicted
+    outcome = comparison.peaks
     budget = plan.budget["device"]
     peak = f"{outcome.source} peak {format_bytes(outcome.device_bytes)}"
     parts = [f"{format_bytes(size)} over on {tier}" for tier, size in over.items()]
@@ -135,12 +142,13 @@ def _notes(plan: Plan) -> str:
 def _cards(plan: Plan, comparison: Comparison) -> Iterable[str]:
     predicted = comparison.predicted
     shown, budget = comparison.measured or predicted, plan.budget["device"]
-    peak = {"of the budget": f"{shown.device_bytes / budget:.0%}"}
-    meter = _meter({"activation": shown.device_bytes}, budget)
+    high = comparison.peaks
+    peak = {"of the budget": f"{high.device_bytes / budget:.0%}"}
+    meter = _meter({"activation": high.device_bytes}, budget)
     yield _card(
         "Peak",
-        shown,
-        format_bytes(shown.device_bytes),
+        high,
+        format_bytes(high.device_bytes),
         meter,
         _beside(comparison, format_bytes(predicted.device_bytes), comparison.peak_error) | peak,
     )
@@ -304,9 +312,17 @@ def _blocks(step: Step, plan: Plan) -> str:
         f'<i class="{_colour(COLOURS[state])}" title="{escape(f"{block.name}: {state}")}"></i>'
         for block, state in zip(step.blocks, states, strict=True)
     )
-    heads = ("block", "calls", "variant", "dropped each", "replay each", "moved each")
-    table = _table("Blocks", heads, block_rows(step, plan)[:MAX_ROWS], words=(2,))
+    table = _table("Blocks", BLOCK_HEADS, block_rows(step, plan)[:MAX_ROWS], words=(2, 6))
     return f'{_legend(counts)}<div class="strip" aria-hidden="true">{squares}</div>{table}'
+
+
+def _budgets(points: Sequence[Point], plan: Plan, comparison: Comparison) -> str:
+    if not points:
+        return "<p>They were not asked for.</p>"
+    natural_s = comparison.unlimited.step_s if comparison.unlimited is not None else 0.0
+    chart = budgets_chart(points, (plan.predicted.device_bytes, plan.predicted.step_s))
+    rows = budget_rows(points, natural_s)
+    return chart + _table("What other budgets would give", BUDGET_HEADS, rows, words=(4,))
 
 
 def _table(

@@ -84,7 +84,7 @@ def over_budget(outcome: Outcome, budget: Mapping[str, int]) -> dict[str, int]:
 
 def verdict(comparison: Comparison, budget: Mapping[str, int]) -> str:
     """Whether it fits, in words; what was measured counts before what was predicted."""
-    over = over_budget(comparison.measured or comparison.predicted, budget)
+    over = over_budget(comparison.peaks, budget)
     if not over:
         return f"fits in {format_bytes(budget['device'])}"
     parts = [f"{format_bytes(size)} over on {tier}" for tier, size in over.items()]

@@ -3,14 +3,16 @@
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from legroom.core.errors import BudgetError
 from legroom.machine.spec import Link, Machine, Tier
-from legroom.memory.actions import Move, Recompute
+from legroom.memory.actions import Action, Compress, Move, Recompute
 from legroom.memory.handmade import chain, natural_peak
 from legroom.memory.plan import Plan
-from legroom.memory.planner import make_plan
+from legroom.memory.planner import Problem, make_plan
+from legroom.memory.policies.shrink import shrunk
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
 
@@ -174,3 +176,40 @@ def test_a_block_whose_saved_tensors_are_never_asked_for() -> None:
     assert plans["auto"] is not None
     for plan in plans.values():
         assert plan is None or plan.predicted.device_bytes <= limits["device"]
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_auto_shrinks_floats_only_if_it_may(share: float) -> None:
+    """Where memory is fast, links slow and blocks dear, fewer bits are the cheapest way."""
+    step = chain(6, 4096, output_bytes=64, time_s=[5.0] * 6)
+    fast = msgspec.structs.replace(machine(rate=40.0), memory_bytes_per_s=1e6)
+    limits = budget(step, share, host=10**6)
+    exact = make_plan(step, fast, limits, "auto")
+    lossy = make_plan(step, fast, limits, "auto", lossy=True)
+    assert not exact.compressions and exact.exact
+    assert lossy.compressions and not lossy.exact and "lossy" in lossy.why
+    assert lossy.predicted.step_s < exact.predicted.step_s
+    assert lossy.predicted.device_bytes <= limits["device"]
+
+
+def test_auto_packs_masks_without_being_asked() -> None:
+    """Exactly, so nobody has to allow it."""
+    step = chain(6, 4096, output_bytes=64, time_s=[5.0] * 6)
+    masks = tuple(
+        msgspec.structs.replace(s, dtype="bool") if s.num_bytes == 4096 else s
+        for s in step.storages
+    )
+    fast = msgspec.structs.replace(machine(rate=40.0), memory_bytes_per_s=1e6)
+    step = msgspec.structs.replace(step, storages=masks)
+    plan = make_plan(step, fast, budget(step, 0.5), "auto")
+    assert plan.compressions and plan.exact
+
+
+def test_what_a_block_that_runs_again_is_given_does_not_shrink() -> None:
+    """It holds that as it is."""
+    step = chain(4, 1000, output_bytes=400, num_saved=2)
+    problem = Problem(Simulator(step, machine()), budget(step, 0.5), lossy=True)
+    again: list[Action] = [Recompute(block=b, variant="full") for b in (1, 2)]
+    kept = shrunk(problem, again, lambda _, actions: actions)
+    held = {s for b in (1, 2) for s in step.blocks[b].inputs}
+    assert held.isdisjoint(a.storage for a in kept if isinstance(a, Compress))

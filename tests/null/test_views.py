@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from rich.table import Table
 
-from legroom.core.outcome import ActionCost, Comparison, Outcome, Span, Timeline
+from legroom.core.outcome import ActionCost, Comparison, Outcome, Point, Span, Timeline
 from legroom.memory.actions import Compress, Move, Recompute
 from legroom.memory.plan import Plan
 from legroom.memory.trace import Block, Kind, Op, Phase, Saved, Step, Storage, Variant
-from legroom.views.blocks import block_rows, block_states
+from legroom.views.blocks import block_rows, block_states, blocks_table
 from legroom.views.chart import MAX_SPANS, chart_data
 from legroom.views.page import family, page, write_page
 from legroom.views.peak import find_peak
@@ -227,9 +227,31 @@ def test_blocks_say_how_they_run() -> None:
     plan = make_plan(step)
     assert block_states(step, plan) == ["moved", "recomputed"]
     assert block_rows(step, plan) == [
-        ("layers.0", "1", "keep", "-", "-", "300.0 MiB"),
-        ("layers.1", "1", "full", "200.0 MiB", "-", "-"),
+        ("layers.0", "1", "keep", "-", "-", "300.0 MiB", "copied beside the compute"),
+        ("layers.1", "1", "full", "200.0 MiB", "-", "-", "0 s for 200.0 MiB less"),
     ]
+
+
+def test_compiled_blocks_say_what_their_build_costs() -> None:
+    """Next to the fastest one."""
+    step = make_step()
+    block = msgspec.structs.replace(step.blocks[0], build="keep 20%", price="3 ms for 1 GiB less")
+    step = msgspec.structs.replace(step, blocks=(block, step.blocks[1]))
+    row = block_rows(step, make_plan(step))[0]
+    assert (row[2], row[-1]) == ("compiled, keep 20%", "3 ms for 1 GiB less")
+    assert "3 ms for 1 GiB less" in to_text(blocks_table(step, make_plan(step)), width=160)
+
+
+def test_other_budgets_are_a_line_and_a_table() -> None:
+    """With the plan in force marked on it."""
+    points = [Point(2**30 * n, 2**30 * n, 0.5 / n, f"plan {n}") for n in (1, 2, 4)]
+    step = make_step()
+    text = page(step, make_plan(step), make_comparison(), make_timeline(), points=points)
+    structure = Structure(text)
+    assert not structure.wrong
+    assert [tag for tag, _ in structure.seen].count("circle") == 4
+    assert "4.00 GiB" in text and "plan 2" in text and "this plan" in text
+    assert "not asked for" in page(step, make_plan(step), make_comparison(), make_timeline())
 
 
 class Structure(HTMLParser):

@@ -127,13 +127,24 @@ def test_peak_of_a_replay_has_its_parts() -> None:
     assert peak.num_bytes == plan.predicted.device_bytes
 
 
+WHY = "1.00 s for 1.00 MiB less"
+
+
 def test_blocks_that_run_alike_share_a_row() -> None:
     """Neighbours with one treatment are one row, with their number."""
     step = chain(4, 2**20)
     plan = make_plan(step, [Recompute(block=b, variant="full") for b in (1, 2)])
     assert block_states(step, plan) == ["kept", "recomputed", "recomputed", "kept"]
     assert block_rows(step, plan) == [
-        ("blocks.0", "1", "keep", "-", "-", "-"),
-        ("blocks.1 to blocks.2", "2", "full", "1.00 MiB", "1.00 s", "-"),
-        ("blocks.3", "1", "keep", "-", "-", "-"),
+        ("blocks.0", "1", "keep", "-", "-", "-", "there is room"),
+        (
+            "blocks.1 to blocks.2",
+            "2",
+            "full",
+            "1.00 MiB",
+            "1.00 s",
+            "-",
+            "1.00 s for 1.00 MiB less",
+        ),
+        ("blocks.3", "1", "keep", "-", "-", "-", "there is room"),
     ]

@@ -20,6 +20,7 @@ from legroom.memory.policies.every_nth import every_nth
 from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.recompute_all import recompute_all
 from legroom.memory.policies.repair import repair
+from legroom.memory.policies.shrink import shrunk
 from legroom.memory.policies.swap_all import movable, swap_all
 from legroom.memory.schedule import Want, peak_position, schedule, tighten
 
@@ -60,6 +61,8 @@ def auto(problem: Problem) -> Choice:
     if not found:
         return _least(problem, program)
     actions = polish(problem, min(found, key=lambda x: x[0])[1])
+    if not problem.quick:
+        actions = shrunk(problem, actions, polish)
     return Choice(actions, _describe(actions))
 
 
@@ -161,8 +164,9 @@ def _describe(actions: Sequence[Action]) -> str:
     recomputed = sum(isinstance(a, Recompute) for a in actions)
     moved = sum(isinstance(a, Move) for a in actions)
     packed = [a for a in actions if isinstance(a, Compress)]
-    text = f"{recomputed} blocks recomputed in part or whole, {moved} tensors moved"
+    parts = [f"{recomputed} blocks recomputed in part or whole"] if recomputed else []
+    parts += [f"{moved} tensors moved"] if moved else []
     if packed:
         lossy = any(not CODECS[a.codec].exact for a in packed)
-        text += f", {len(packed)} compressed ({'lossy' if lossy else 'exact'})"
-    return text
+        parts.append(f"{len(packed)} compressed ({'lossy' if lossy else 'exact'})")
+    return ", ".join(parts) or "everything is kept"
