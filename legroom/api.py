@@ -88,8 +88,9 @@ class Job(MemoryJob):
         assert kind.capture is not None
         budget, step = {**self.planning_budget(), "device": limit}, kind.capture.step
         if self.workshop is not None and kind.plain is not None:
-            plain = Made(kind.plain, kind.base)
-            step = self.workshop.make(plain, step, self.machine, budget, self.policy).capture.step
+            plain, made = Made(kind.plain, kind.base), self.workshop.make
+            made_step = made(plain, step, self.machine, budget, self.policy, kind.pace)
+            step = made_step.capture.step
         return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy, quick=True)
 
     def page(self, path: str | Path, *, budgets: bool = True) -> Path:

@@ -54,6 +54,24 @@ class Build(NamedTuple):
         """Both ways."""
         return self.forward_s + self.backward_s
 
+    def at(self, pace: "Pace") -> "Build":
+        """The same where things take longer than in its trial."""
+        return self._replace(
+            forward_s=self.forward_s * pace.ops,
+            backward_s=self.backward_s * pace.ops,
+            host_s=self.host_s * pace.host,
+        )
+
+
+class Pace(NamedTuple):
+    """How many times longer than measured the device takes for its ops, and the host."""
+
+    ops: float = 1.0
+    host: float = 1.0
+
+
+SAME = Pace()
+
 
 Choice = Mapping[int, Build]
 """A build for each block that runs compiled."""

@@ -109,9 +109,9 @@ def _fit(kind: Kind, machine: Machine) -> tuple[float, float]:
     return 1 + float(more), max(machine.contention + float(beside), 0.0)
 
 
-def foresee(kind: Kind, learned: Capture, machine: Machine) -> None:
+def foresee(kind: Kind, learned: Capture | None, machine: Machine) -> None:
     """A plan from before is in force again: predict it by what was learned since."""
-    assert kind.plan is not None
+    assert kind.plan is not None and learned is not None
     try:
         predicted = Simulator(learned.step, machine).run(kind.plan.actions, kind.plan.policy)
     except RecordError:  # its blocks had other variants then

@@ -286,7 +286,8 @@ class MemoryJob:
             made = self.workshop.make(
                 Made(kind.capture, kind.base), like, self.machine, budget, self.policy
             )
-            kind.capture, kind.outfit, kind.compile_s = made
+            kind.compile_s = made.seconds
+            kind.wear(made)
         kind.recorded, kind.best = True, None
         kind.lessons.clear()
         kind.start_anew()
@@ -322,13 +323,15 @@ class MemoryJob:
             self.meter.give_way(PRESSED)
         elif not expected:
             self.machine = learn(kind, self.machine)
-        learned = kind.capture
+        learned, outfit = kind.capture, kind.outfit
         put_back = kind.judge(last=kind.still)
         if kind.still:
-            if learned is not None and (put_back or not expected):
-                foresee(kind, learned, self.machine)
+            if put_back or not expected:
+                foresee(kind, learned if kind.outfit == outfit else kind.capture, self.machine)
             return
         kind.replans += 1
+        if self.workshop is not None:
+            self.workshop.remake(kind, self.machine, self.planning_budget(), self.policy)
         with contextlib.suppress(BudgetError):  # then the plan in force stays
             self._plan(kind)
 

@@ -13,6 +13,7 @@ from legroom.core.outcome import Outcome
 from legroom.core.units import format_seconds
 from legroom.memory.actions import Action
 from legroom.memory.arena import NOWHERE, Placement
+from legroom.memory.builds import SAME, Pace
 from legroom.memory.plan import Plan
 from legroom.memory.profile import Capture
 from legroom.memory.script import Script
@@ -88,6 +89,8 @@ class Kind:
     outfit: Outfit = Outfit()
     compile_s: float = 0.0
     """How long it took to compile and try them."""
+    made: tuple[Pace, float, float] = (SAME, 0.0, 0.0)
+    """The pace that was counted on when builds were chosen, and the times of ops and host then."""
     recorded: bool = False
     """Whether the trace comes from a real step."""
     reference: tuple[float, float] | None = None
@@ -95,7 +98,7 @@ class Kind:
     replans: int = 0
     still: bool = False
     """No more plans are made."""
-    best: "tuple[float, Capture, Plan, Script, Placement] | None" = None
+    best: "tuple[float, Capture, Plan, Script, Placement, Outfit] | None" = None
     """The fastest plan so far, with the step time measured under it."""
     lessons: list[tuple[tuple[Action, ...], float]] = field(default_factory=list)
     """What plans so far were to do, and how long their steps took."""
@@ -124,12 +127,30 @@ class Kind:
         self.judged = len(self.measurements)
         self.verdicts.append((self.plan.predicted.step_s, self.step_s))
         if self.best is None or self.step_s < self.best[0]:
-            self.best = (self.step_s, self.capture, self.plan, self.script, self.placement)
+            force = (self.capture, self.plan, self.script, self.placement, self.outfit)
+            self.best = (self.step_s, *force)
         elif last and self.plan is not self.best[2]:
-            _, self.capture, self.plan, self.script, self.placement = self.best
+            _, self.capture, self.plan, self.script, self.placement, self.outfit = self.best
             self.start_anew()
             return True
         return False
+
+    def wear(self, made: Made, pace: Pace = SAME) -> None:
+        """Run in other builds, which were chosen for this pace."""
+        self.capture, self.outfit, step = made.capture, made.outfit, made.capture.step
+        self.made = (pace, step.compute_s, step.host_s)
+        self.lessons.clear()
+
+    @property
+    def pace(self) -> Pace:
+        """By how much ops and host are slower than when builds were tried, as learned so far."""
+        assert self.capture is not None
+        (ops, host), compute_s, host_s = self.made
+        step = self.capture.step
+        return Pace(
+            ops * step.compute_s / compute_s if compute_s else ops,
+            host * step.host_s / host_s if host_s else host,
+        )
 
     def start_anew(self) -> None:
         """Another plan is in force: what was measured does not count any more."""

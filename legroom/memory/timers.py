@@ -150,9 +150,9 @@ class CpuClock:
         """Seconds between marks."""
         return [b - a for a, b in itertools.pairwise(self._marks)]
 
-    def host_s(self) -> float:
-        """A CPU that computes has no host."""
-        return 0.0
+    def host_spans(self) -> list[float]:
+        """Seconds of the host between marks; a CPU that computes has none."""
+        return [0.0] * (len(self._marks) - 1)
 
 
 class CudaClock(CpuClock):
@@ -175,6 +175,6 @@ class CudaClock(CpuClock):
         torch.cuda.synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._events)]
 
-    def host_s(self) -> float:
-        """Seconds of the host from the first mark to the last, which waits for nothing."""
-        return self._marks[-1] - self._marks[0]
+    def host_spans(self) -> list[float]:
+        """Seconds of the host between marks, where it waits for nothing."""
+        return [b - a for a, b in itertools.pairwise(self._marks)]

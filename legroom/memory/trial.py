@@ -240,18 +240,20 @@ class Trial:
 
         As in a step, nobody but autograd holds what goes in and comes out.
         """
-        leaves, saved = self._inputs(), _Saved(self.device, self.weights)
-        given = tree_map(lambda x: x.clone() if _wants_grad(x) else x, leaves)
-        with watched(self.device) as there, saved.hooks():
-            results = self._there(given)
-        rows = saved.rows(given, results)
-        saved.let_go()
-        grads = [torch.ones_like(x) for x in results]
-        came = sum(x.untyped_storage().nbytes() for x in grads)
-        loss = torch.stack([(x * g).sum() for x, g in zip(results, grads, strict=True)]).sum()
-        del given, results
-        with watched(self.device) as back:
-            found = self._back(leaves, [loss], [torch.ones_like(loss)])
+        saved, watch = _Saved(self.device, self.weights), Watch(self.device)
+        with watch.session():
+            leaves = self._inputs()
+            given = tree_map(lambda x: x.clone() if _wants_grad(x) else x, leaves)
+            with watch.stretch() as there, saved.hooks():
+                results = self._there(given)
+            rows = saved.rows(given, results)
+            saved.let_go()
+            grads = [torch.ones_like(x) for x in results]
+            came = sum(x.untyped_storage().nbytes() for x in grads)
+            loss = torch.stack([(x * g).sum() for x, g in zip(results, grads, strict=True)]).sum()
+            del given, results
+            with watch.stretch() as back:
+                found = self._back(leaves, [loss], [torch.ones_like(loss)])
         made = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
         behind = back.peak - came - sum(made.values())
         return (*rows, max(0, there.peak - there.left), max(0, behind))
@@ -282,9 +284,14 @@ class Trial:
             self._back(given, results, grads)
             del results, grads
         clock.mark()
-        rounds = list(zip(*[iter(clock.spans())] * 3, strict=True))
-        there, back = median(r[0] for r in rounds), median(r[2] for r in rounds)
-        return there, back, clock.host_s() / ROUNDS
+        there, _, back = _medians(clock.spans())
+        host_there, _, host_back = _medians(clock.host_spans())
+        return there, back, host_there + host_back
+
+
+def _medians(spans: list[float]) -> tuple[float, ...]:
+    """Of rounds of three spans each."""
+    return tuple(median(spans[i::3]) for i in range(3))
 
 
 def _wants_grad(leaf: Any) -> bool:
@@ -344,18 +351,39 @@ class Level:
     left: int = 0
 
 
-@contextlib.contextmanager
-def watched(device: torch.device) -> Iterator[Level]:
-    """The most bytes held at once while something runs, and those that stay."""
-    level = Level()
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+class Watch:
+    """Counts bytes in stretches of one session.
+
+    A CPU's allocator reports what is given back only if it also saw it taken: hence the session.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stretches: list[tuple[Level, int, int]] = []
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Levels are known when it ends."""
+        if self.device.type == "cuda":
+            yield
+            return
+        reports: list[tuple[int, int]] = []
+        with memory_reports(reports):
+            yield
+        for level, start, end in self._stretches:
+            rows = [row for row in reports if start <= row[0] < end]
+            level.peak, level.left = reports_peak(rows), sum(n for _, n in rows)
+
+    @contextlib.contextmanager
+    def stretch(self) -> Iterator[Level]:
+        """The most bytes held at once while something runs, and those that stay."""
+        level, start = Level(), time.time_ns()
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            yield level
+            level.peak = torch.cuda.max_memory_allocated(self.device) - before
+            level.left = torch.cuda.memory_allocated(self.device) - before
+            return
         yield level
-        level.peak = torch.cuda.max_memory_allocated(device) - before
-        level.left = torch.cuda.memory_allocated(device) - before
-        return
-    reports: list[tuple[int, int]] = []
-    with memory_reports(reports):
-        yield level
-    level.peak, level.left = reports_peak(reports), sum(n for _, n in reports)
+        self._stretches.append((level, start, time.time_ns()))

@@ -14,8 +14,8 @@ from torch import nn
 from legroom.core.errors import BudgetError, InputError
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
-from legroom.memory.builds import Build, Rebuilt
-from legroom.memory.kinds import Made, Outfit
+from legroom.memory.builds import SAME, Build, Pace, Rebuilt
+from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
 from legroom.memory.mechanisms.compiled import Compiler, allow_shapes
 from legroom.memory.mix import mixes
@@ -90,12 +90,15 @@ class Workshop:
         machine: Machine,
         budget: Mapping[str, int],
         policy: str,
+        pace: Pace = SAME,
     ) -> Made:
         """The step with the mix of builds that is fastest under the budget; as it is if that is."""
-        capture = captured.capture
         started = time.perf_counter()
         tried = self._tried_for(like)
         took_s = time.perf_counter() - started
+        tried = {k: [(n, b.at(pace)) for n, b in found] for k, found in tried.items()}
+        capture = rescaled(captured.capture, pace.ops, captured.capture.step.host_s * pace.host)
+        captured = captured._replace(capture=capture)
         best, best_s = captured, _planned_s(capture.step, machine, budget, policy)
         for step in self._steps(capture.step, tried):
             options = self._options(step, tried)
@@ -104,6 +107,15 @@ class Workshop:
                 if seconds < best_s:
                     best, best_s = self._made(captured, made, tried), seconds
         return best._replace(seconds=took_s)
+
+    def remake(self, kind: Kind, machine: Machine, budget: Mapping[str, int], policy: str) -> None:
+        """Choose builds anew by what was learned since."""
+        if kind.plain is None or kind.capture is None:
+            return
+        plain, pace = Made(kind.plain, kind.base), kind.pace
+        made = self.make(plain, kind.plain.step, machine, budget, policy, pace)
+        if made.outfit != kind.outfit:
+            kind.wear(made, pace)
 
     def _steps(self, step: Step, tried: Tried) -> Iterator[Step]:
         """The step as it is, and with its loss as a block."""

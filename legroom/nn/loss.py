@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
@@ -319,7 +320,10 @@ def _through_cap(slopes: Tensor, logits: Tensor, softcap: float) -> None:
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a matrix product; its sum is not rounded to the dtype of narrower factors."""
     if left.is_cuda and left.dtype != into.dtype:
-        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+        if isinstance(left, FakeTensor):  # which cannot follow the other in torch 2.11
+            into.add_(torch.mm(left, right, out_dtype=into.dtype))
+        else:
+            torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
     else:
         into.addmm_(left.to(into.dtype), right.to(into.dtype))
 
