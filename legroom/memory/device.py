@@ -255,6 +255,8 @@ class CudaMeter(Meter):
             (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
             self._grows = True
         self._limit = limit - (GRAIN if self._grows else 0)
+        if torch.cuda.memory_reserved(self.device) > self._limit:
+            torch.cuda.empty_cache()  # what others left, which counts against the cap
         total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_per_process_memory_fraction(
             min(1.0, max(self._limit, 0) / total), self.device

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
 from legroom.memory.mechanisms.attributes import attributes_kept
 from legroom.memory.mechanisms.compiled import Compiler, can_compile
-from legroom.memory.mechanisms.recompute import Autocast, autocast_state
+from legroom.memory.memo import Memo
+from legroom.memory.sample import Given, Like, Sample
 from legroom.memory.saved import (
     StorageTable,
-    ViewOf,
-    flat_bytes,
-    has_storage,
     is_ours,
     weight_storages,
 )
@@ -39,65 +37,6 @@ ROUNDS = 5
 HEAT_S = 0.3
 ALIKE = 0.02
 """Builds that differ in bytes by less, as a share of the most that any saves, are one."""
-
-
-class Given(NamedTuple):
-    """An argument that wants no gradient, with its numbers: in host memory until a trial."""
-
-    view: ViewOf
-    flat: Tensor
-    device: torch.device
-
-    def tensor(self) -> Tensor:
-        """The tensor again."""
-        return self.view.on(self.flat.to(self.device, copy=True))
-
-
-class Like(NamedTuple):
-    """Stands for an argument that wants a gradient."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self) -> Tensor:
-        """A tensor of this form."""
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return made.normal_().requires_grad_()
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One call of a block as a step made it."""
-
-    name: str
-    module: nn.Module
-    args: Any
-    """(args, kwargs), each tensor as a Like or a Given."""
-    autocast: Autocast
-
-    @classmethod
-    def take(cls, name: str, module: nn.Module, args: Any, device: torch.device) -> "Sample":
-        """Of a call that is about to run."""
-        return cls(name, module, tree_map(_stand_in, args), autocast_state(device))
-
-    @contextlib.contextmanager
-    def casting(self) -> Iterator[None]:
-        """Autocast as in the step."""
-        with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype, cached in self.autocast:
-                cast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
-                stack.enter_context(cast)
-            yield
-
-
-def _stand_in(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if not leaf.requires_grad and has_storage(leaf):
-        return Given(ViewOf.of(leaf), flat_bytes(leaf).to("cpu", copy=True), leaf.device)
-    return Like(leaf.size(), leaf.stride(), leaf.dtype, leaf.device)
 
 
 Way = tuple[float, str, Callable[..., Any]]
@@ -117,12 +56,16 @@ def try_all(
     device: torch.device,
     subjects: Iterable[tuple[Sample, Iterator[Way]]],
     limit_s: float = math.inf,
+    remember: bool = False,
 ) -> list[Found]:
     """Of each subject the builds worth having, in turns of one way each until the time is over.
 
-    A subject of which one way breaks has none, and is named in a warning.
+    A subject of which one way breaks has none, and is named in a warning. With `remember`, what
+    was measured in other processes counts, and is kept for others.
     """
     tries = [_Tries(model, device, sample, ways) for sample, ways in subjects]
+    for one in tries if remember else ():
+        one.memo = Memo.of(one.sample, device)
     until = time.perf_counter() + limit_s
     going = list(tries)
     while going and time.perf_counter() < until:
@@ -138,6 +81,7 @@ class _Tries:
     ) -> None:
         self.model, self.device, self.sample, self.ways = model, device, sample, ways
         self.found: Found = []
+        self.memo = Memo(None)
 
     def next(self) -> bool:
         """Try one more; whether there may be others."""
@@ -148,9 +92,8 @@ class _Tries:
                 warnings.simplefilter("ignore")  # of the compiler's own
                 way = None if why else next(self.ways, None)
                 if way is not None:
-                    trial = Trial(self.model, self.sample, way[2], self.device)
                     with contextlib.suppress(torch.OutOfMemoryError):
-                        self.found.append((way[0], trial.measure(way[1])))
+                        self.found.append((way[0], self._build(way)))
         except Exception as error:  # whatever a compiler may raise
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         finally:
@@ -159,6 +102,14 @@ class _Tries:
             self.found.clear()
             warnings.warn(f"legroom: {self.sample.name} is not compiled: {why}", stacklevel=3)
         return not why and way is not None
+
+    def _build(self, way: Way) -> Build:
+        _, name, forward = way
+        build = self.memo.get(name)
+        if build is None:
+            build = Trial(self.model, self.sample, forward, self.device).measure(name)
+            self.memo.put(name, build)
+        return build
 
 
 def worth_having(found: Sequence[tuple[float, Build]]) -> Found:

@@ -21,8 +21,9 @@ from legroom.memory.mechanisms.compiled import Compiler, allow_shapes
 from legroom.memory.mix import mixes
 from legroom.memory.planner import make_plan
 from legroom.memory.profile import Capture
+from legroom.memory.sample import Sample
 from legroom.memory.trace import Step
-from legroom.memory.trial import Found, Sample, Way, build_ways, try_all
+from legroom.memory.trial import Found, Way, build_ways, try_all
 from legroom.nn.head import Head, find_head
 
 log = logging.getLogger("legroom")
@@ -153,7 +154,8 @@ class Workshop:
             subjects = [(samples[g], build_ways(self.compiler, samples[g].module)) for g in groups]
             subjects += self._loss_subject(like.signature)
             log.info("compiling %d kinds of block in several builds", len(subjects))
-            found = try_all(self.model, self.device, subjects, TRIAL_S)
+            remember = self.compiler.backend == "inductor"
+            found = try_all(self.model, self.device, subjects, TRIAL_S, remember)
             for (sample, _), builds in zip(subjects, found, strict=True):
                 _log(sample, builds)
             by_group = dict(zip(groups, found, strict=False))

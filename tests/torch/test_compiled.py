@@ -18,8 +18,9 @@ from legroom.core.errors import InputError
 from legroom.memory.builds import Build
 from legroom.memory.mechanisms import compiled
 from legroom.memory.mechanisms.compiled import Compiler
+from legroom.memory.sample import Sample
 from legroom.memory.trace import Step
-from legroom.memory.trial import Sample, Trial, build_ways, try_all, worth_having
+from legroom.memory.trial import Trial, build_ways, try_all, worth_having
 from tests.torch.nets import Attention, ConvNorm, Mlp, rows, stack
 from tests.torch.support import CPU, GIB, MACHINE, Start, assert_same, fitted, result_of
 
