@@ -87,3 +87,9 @@ def _open(data: bytes, cls: type[Record], origin: str) -> Any:
             "upgrade legroom"
         )
     return head.get("body")
+
+
+def cache_dir() -> Path:
+    """Where what was measured is kept for later processes; it need not exist yet."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "legroom"

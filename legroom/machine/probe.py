@@ -24,6 +24,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from legroom.core.errors import InputError, RecordError, TierError
+from legroom.core.files import cache_dir
 from legroom.machine.drive import MIB, PAGE_BYTES, PairRates, disk_error, drive_rates
 from legroom.machine.spec import Link, Machine, Tier
 
@@ -126,10 +127,9 @@ def cached_probe(device: str | None = None, directory: str | None = None) -> Mac
 
 
 def _cache_path(name: str, directory: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     drive, usual = os.stat(directory).st_dev, os.stat(tempfile.gettempdir()).st_dev
     name += f"-{torch.__version__}" + ("" if drive == usual else f"-drive{drive}")
-    return Path(root) / "legroom" / f"machine-{name}.json"
+    return cache_dir() / f"machine-{name}.json"
 
 
 def _target(device: str | None) -> torch.device:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import legroom
+from legroom.core.files import cache_dir
 from legroom.memory.builds import Build
 from legroom.memory.sample import Sample
 
@@ -42,9 +43,8 @@ class Memo:
         text = describe(sample, device)
         if ADDRESS in text:
             return cls(None)
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return cls(Path(root) / "legroom" / "builds" / f"{name}.json")
+        return cls(cache_dir() / "builds" / f"{name}.json")
 
     def get(self, name: str) -> Build | None:
         """What was measured of a build before."""
