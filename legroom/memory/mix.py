@@ -13,7 +13,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
 from legroom.machine.spec import Link, Machine
-from legroom.memory.builds import Build, Rebuilt, rebuilt
+from legroom.memory.builds import Build
+from legroom.memory.rebuild import Rebuilt, rebuilt
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
 from legroom.memory.variants import with_variants

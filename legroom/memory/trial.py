@@ -272,9 +272,10 @@ class _Saved:
         """Sizes and dtypes of storages of the block's own, and all saves."""
         known: StorageTable[tuple[str, int]] = StorageTable()
         for where, tree in ((RESULT, results), (GIVEN, given)):
-            for leaf in tree_leaves(tree):
-                if isinstance(leaf, Tensor):
-                    known.put(leaf.untyped_storage(), (where, 0))
+            tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+            for rank, tensor in enumerate(tensors):
+                if known.get(tensor.untyped_storage()) is None or where == GIVEN:
+                    known.put(tensor.untyped_storage(), (where, rank))
         sizes: list[int] = []
         dtypes: list[str] = []
         saves = []

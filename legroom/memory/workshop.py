@@ -14,13 +14,14 @@ from torch import nn
 from legroom.core.errors import BudgetError, InputError
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
-from legroom.memory.builds import SAME, Build, Pace, Rebuilt
+from legroom.memory.builds import SAME, Build, Pace
 from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
 from legroom.memory.mechanisms.compiled import Compiler, allow_shapes
 from legroom.memory.mix import mixes
 from legroom.memory.planner import make_plan
 from legroom.memory.profile import Capture
+from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
 from legroom.memory.trace import Step
 from legroom.memory.trial import Found, Way, build_ways, try_all

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.machine.spec import find_machine
-from legroom.memory.builds import GIVEN, OWN, Build, Save, rebuilt
+from legroom.memory.builds import GIVEN, OWN, Build, Save
 from legroom.memory.handmade import chain
 from legroom.memory.mix import Knapsack, mixes, with_builds
+from legroom.memory.rebuild import rebuilt
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
 

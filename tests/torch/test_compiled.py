@@ -62,6 +62,15 @@ class Clipped(Mlp):
         return F.relu(super().forward(x))
 
 
+class Widened(Mlp):
+    """A norm in a wider dtype: eager ops save wide copies, builds the input they were given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.double()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return x + self.down(self.act(self.up(wide.float())))
+
+
 def tried(model: nn.Module, sample: Sample) -> list[tuple[float, Build]]:
     """The builds of one block."""
     (found,) = try_all(model, CPU, [(sample, build_ways(Compiler(), sample.module))])
@@ -183,7 +192,7 @@ def steps(job: Job, num_steps: int, start: Start, x: Tensor) -> tuple[object, ..
 
 
 @pytest.mark.usefixtures("compiled_only")
-@pytest.mark.parametrize("block", [Mlp, Attention, Clipped])
+@pytest.mark.parametrize("block", [Mlp, Attention, Clipped, Widened])
 def test_the_peak_of_a_job_with_compiled_blocks_is_foreseen(block: type[nn.Module]) -> None:
     """Measured by the allocator, under several budgets."""
     model = nn.Sequential(nn.Linear(64, 64), *[block() for _ in range(6)], nn.Linear(64, 8))
