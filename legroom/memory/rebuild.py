@@ -5,6 +5,7 @@ take and what they hold on the side was measured for each build, so a step with 
 another trace: the eager one with each such block's ops taken out and those two put in.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -232,8 +233,13 @@ class _Rewriter:
         """What eager blocks saved and builds do not may go earlier; what they do save stays."""
         was_saved = {row.storage for row in self.step.saved if row.block in self.sites}
         uses: dict[int, int] = {}
+        ticks = sorted({p for row in self.rows for p in row.unpacked})
         for row in self.rows:
-            uses[row.storage] = max(uses.get(row.storage, -1), *row.unpacked, row.packed)
+            last = max((*row.unpacked, row.packed))
+            if row.block not in self.sites and row.unpacked:  # until its node in autograd is done
+                after = bisect_right(ticks, last)
+                last = max(last, (ticks[after] if after < len(ticks) else self.count) - 1)
+            uses[row.storage] = max(uses.get(row.storage, -1), last)
         touched = self._last_touch()
         saved = {row.storage for row in self.rows if row.block in self.sites}
         before = {self.storage_at[s] for s in was_saved & self.storage_at.keys()}
