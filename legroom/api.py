@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import nn
@@ -86,12 +87,13 @@ class Job(MemoryJob):
         """A plan of the step at hand for another budget; builds are chosen anew."""
         kind = self.known()
         assert kind.capture is not None
-        budget, step = {**self.planning_budget(), "device": limit}, kind.capture.step
+        budget, step, how = {**self.planning_budget(), "device": limit}, kind.capture.step, ""
         if self.workshop is not None and kind.plain is not None:
             plain, made = Made(kind.plain, kind.base), self.workshop.make
-            made_step = made(plain, step, self.machine, budget, self.policy, kind.pace)
-            step = made_step.capture.step
-        return make_plan(step, self.machine, budget, self.policy, lossy=self.lossy, quick=True)
+            best = made(plain, step, self.machine, budget, self.policy, kind.pace)
+            step, how = best.capture.step, f"{best.outfit}; " if best.outfit.changes else ""
+        plan = make_plan(step, self.machine, budget, self.policy, lossy=self.lossy, quick=True)
+        return msgspec.structs.replace(plan, why=how + plan.why)
 
     def page(self, path: str | Path, *, budgets: bool = True) -> Path:
         """Write the report as one HTML file; with `budgets`, other ones are planned for as well."""

@@ -92,7 +92,7 @@ class MemoryJob:
         self.meter.cap(self.budget["device"])
         self._stack: contextlib.ExitStack | None = None
         self._recording: tuple[Recorder, CpuTimer | CudaTimer, int] | None = None
-        self._busy = self._closed = self._warned = False
+        self._busy = self._closed = self._warned = self._refused = False
         me = weakref.ref(self)  # a copy of the model must not copy the job
 
         def before(mod: nn.Module, args: Any, kwargs: Any) -> None:
@@ -224,12 +224,11 @@ class MemoryJob:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
         self.meter.make_room(kind.placement.stretches)
-        self._place(kind.outfit)
+        self._refused = not self._place(kind.outfit)
 
-    def _place(self, outfit: Outfit) -> None:
-        """Compiled blocks in place of eager ones, while a step runs."""
-        if self.workshop is not None:
-            self.workshop.place(outfit)
+    def _place(self, outfit: Outfit) -> bool:
+        """Compiled blocks in place of eager ones, while a step runs; whether that could be done."""
+        return self.workshop is None or self.workshop.place(outfit)
 
     def _take_up_rule(self) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
@@ -250,11 +249,12 @@ class MemoryJob:
         kind.visits += 1
         if kind.visits == 1:
             check_real(self.model)
-        strayed = bool(self.runner.deviation) and kind.recorded
+        strayed = kind.recorded and (bool(self.runner.deviation) or self._refused)
         kind.strayed = kind.strayed + 1 if strayed else 0
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
             kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
-            kind.outfit = kind.base
+            kind.script = None if kind.outfit.changes else kind.script  # it is for other code
+            kind.outfit, kind.still = kind.base, False
             self.signer = Signer(self.model)
         if self._recording is not None:
             self._use_recording(kind)
@@ -286,7 +286,6 @@ class MemoryJob:
             made = self.workshop.make(
                 Made(kind.capture, kind.base), like, self.machine, budget, self.policy
             )
-            kind.compile_s = made.seconds
             kind.wear(made)
         kind.recorded, kind.best = True, None
         kind.lessons.clear()
@@ -330,10 +329,13 @@ class MemoryJob:
                 foresee(kind, learned if kind.outfit == outfit else kind.capture, self.machine)
             return
         kind.replans += 1
+        force = kind.force
         if self.workshop is not None:
             self.workshop.remake(kind, self.machine, self.planning_budget(), self.policy)
-        with contextlib.suppress(BudgetError):  # then the plan in force stays
+        try:
             self._plan(kind)
+        except BudgetError:  # then what is in force stays
+            kind.put_back(force)
 
     def _give_way(self, error: BaseException) -> None:
         """If the allocator found no room where the plan saw some, plan with less from now on."""

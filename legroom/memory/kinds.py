@@ -71,6 +71,17 @@ class Made(NamedTuple):
     """How long it took to compile and try what it could run in."""
 
 
+class Force(NamedTuple):
+    """A plan in force, with all that goes with it."""
+
+    capture: Capture
+    plan: Plan
+    script: Script
+    placement: Placement
+    outfit: Outfit
+    made: tuple[Pace, float, float]
+
+
 @dataclass
 class Kind:
     """One signature of step."""
@@ -98,7 +109,7 @@ class Kind:
     replans: int = 0
     still: bool = False
     """No more plans are made."""
-    best: "tuple[float, Capture, Plan, Script, Placement, Outfit] | None" = None
+    best: "tuple[float, Force] | None" = None
     """The fastest plan so far, with the step time measured under it."""
     lessons: list[tuple[tuple[Action, ...], float]] = field(default_factory=list)
     """What plans so far were to do, and how long their steps took."""
@@ -127,18 +138,29 @@ class Kind:
         self.judged = len(self.measurements)
         self.verdicts.append((self.plan.predicted.step_s, self.step_s))
         if self.best is None or self.step_s < self.best[0]:
-            force = (self.capture, self.plan, self.script, self.placement, self.outfit)
-            self.best = (self.step_s, *force)
-        elif last and self.plan is not self.best[2]:
-            _, self.capture, self.plan, self.script, self.placement, self.outfit = self.best
+            self.best = (self.step_s, self.force)
+        elif last and self.plan is not self.best[1].plan:
+            self.put_back(self.best[1])
             self.start_anew()
             return True
         return False
+
+    @property
+    def force(self) -> Force:
+        """What is in force now."""
+        assert self.capture is not None and self.plan is not None and self.script is not None
+        now = (self.capture, self.plan, self.script, self.placement, self.outfit, self.made)
+        return Force(*now)
+
+    def put_back(self, force: Force) -> None:
+        """Have what was in force before."""
+        self.capture, self.plan, self.script, self.placement, self.outfit, self.made = force
 
     def wear(self, made: Made, pace: Pace = SAME) -> None:
         """Run in other builds, which were chosen for this pace."""
         self.capture, self.outfit, step = made.capture, made.outfit, made.capture.step
         self.made = (pace, step.compute_s, step.host_s)
+        self.compile_s = max(self.compile_s, made.seconds)
         self.lessons.clear()
 
     @property

@@ -200,7 +200,7 @@ class Simulator:
                 alive = False
             if alive:
                 parts[s.kind.value] = parts.get(s.kind.value, 0) + s.num_bytes
-        if self.scratch[at]:
+        if self.scratch[at] > 0:
             parts["workspace"] = int(self.scratch[at])
         return parts
 

@@ -58,7 +58,8 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     writes: tuple[int, ...]
     """Storages made or changed."""
     workspace_bytes: int = 0
-    """Bytes allocated and freed inside the op, on top of what it leaves."""
+    """Bytes allocated and freed inside the op, on top of what it leaves; below zero where a result
+    takes the place of a saved storage."""
     flops: float = 0.0
     traffic_bytes: int = 0
     random: bool = False

@@ -198,6 +198,7 @@ class Trial:
             with watch.stretch() as there, saved.hooks():
                 results = self._there(given)
             rows = saved.rows(given, results)
+            kept = {x.untyped_storage().data_ptr() for x in saved.tensors}
             saved.let_go()
             grads = [torch.ones_like(x) for x in results]
             came = sum(x.untyped_storage().nbytes() for x in grads)
@@ -207,7 +208,8 @@ class Trial:
                 found = self._back(leaves, [loss], [torch.ones_like(loss)])
         made = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
         behind = back.peak - came - sum(made.values())
-        return (*rows, max(0, there.peak - there.left), max(0, behind))
+        twice = sum(size for place, size in made.items() if place in kept)  # saved as it will be
+        return (*rows, max(0, there.peak - there.left), max(-twice, behind))
 
     def _heat(self) -> float:
         """Keep a card busy for a while: one at rest is faster at first than it stays.

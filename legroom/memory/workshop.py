@@ -17,7 +17,7 @@ from legroom.machine.spec import Machine
 from legroom.memory.builds import SAME, Build, Pace
 from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
-from legroom.memory.mechanisms.compiled import Compiler, allow_shapes
+from legroom.memory.mechanisms.compiled import Compiler, allow_shapes, can_compile
 from legroom.memory.mix import mixes
 from legroom.memory.planner import make_plan
 from legroom.memory.profile import Capture
@@ -66,10 +66,14 @@ class Workshop:
                     module = self._modules[block.module]
                     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                     stack.callback(handle.remove)
-            if self.head is not None:
+            if self.head is not None and self.head.free:
                 note = partial(self._sample_loss, step.signature)
                 stack.enter_context(self.head.watched(note, self._looks))
-            yield
+            try:
+                yield
+            except BaseException:  # the step will be run again
+                self._losses.pop(step.signature, None)
+                raise
 
     def _sample_loss(self, signature: str, call: Any) -> None:
         assert self.head is not None
@@ -122,7 +126,8 @@ class Workshop:
     def _steps(self, step: Step, tried: Tried) -> Iterator[Step]:
         """The step as it is, and with its loss as a block."""
         yield step
-        if (self.head_path, CALL) in tried and not self._looks:
+        usable = self.head is not None and self.head.free and not self._looks
+        if (self.head_path, CALL) in tried and usable:
             marked = with_head(step, self.head_path)
             if marked is not None:
                 yield marked
@@ -179,7 +184,8 @@ class Workshop:
         options = {}
         for i, block in enumerate(step.blocks):
             found = tried.get((block.module, block.call))
-            if found and block.module not in several:
+            replaced = can_compile(self._modules[block.module]) and block.module != self.head_path
+            if found and block.module not in several and not replaced:
                 options[i] = [build for _, build in found]
         return options
 
@@ -187,11 +193,15 @@ class Workshop:
         """What needs least memory of what can be had before anything was tried."""
         return Outfit(chunks=MANY) if self.head is not None else Outfit()
 
-    def place(self, outfit: Outfit) -> None:
-        """Have these modules run their builds, and all others as they are."""
-        self.compiler.place(self._modules, outfit.shares)
+    def place(self, outfit: Outfit) -> bool:
+        """Have these modules run their builds, and all others as they are.
+
+        Whether that was done: not where the user has put another forward or loss in place.
+        """
+        done = self.compiler.place(self._modules, outfit.shares)
         if self.head is not None:
             self.head.put(outfit.chunks)
+        return done and (self.head.chunks if self.head is not None else 0) == outfit.chunks
 
 
 def _planned_s(step: Step, machine: Machine, budget: Mapping[str, int], policy: str) -> float:

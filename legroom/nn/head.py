@@ -27,6 +27,7 @@ class Unmade:
         self._made: Tensor | None = None
         self._version = head.weight._version
         self._looks: list[bool] | None = None
+        self._casts = _autocast_of(hidden)
 
     def make(self) -> Tensor:
         """All of them, once; raises RuntimeError if the weight was updated since."""
@@ -42,10 +43,20 @@ class Unmade:
                     "output.logits before optimizer.step(); or do without chunk_head, or without "
                     "compile='blocks' if you gave that to legroom.fit"
                 )
-            with torch.enable_grad():
+            with torch.enable_grad(), self._casts():
                 made = nn.Linear.forward(self._head, self._hidden)
             self._made = made.float() if self._wide else made
         return self._made
+
+    @property
+    def shape(self) -> torch.Size:
+        """As it will be."""
+        return torch.Size((*self._hidden.shape[:-1], len(self._head.weight)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it will be."""
+        return self._hidden.device
 
     def rows_for(self, labels: Tensor, vocab_size: int) -> Tensor | None:
         """The hidden states, if there is a label for each and a row of the weight for each word."""
@@ -73,6 +84,15 @@ class Unmade:
 
     def __repr__(self) -> str:
         return repr(self.make())
+
+
+def _autocast_of(hidden: Tensor) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Autocast as it is now, for later."""
+    kind = hidden.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return contextlib.nullcontext
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype, enabled=enabled)
 
 
 def _made(leaf: Any) -> Any:
@@ -114,27 +134,42 @@ class Head:
         """Whether the loss is a call of the head's module, for who hangs hooks on that."""
         self._plain: Any = model.loss_function
         self._was: dict[str, Any] | None = None
+        self._ours: tuple[Any, ...] = ()
         self._note: Callable[[Call], None] | None = None
         self._looks: list[bool] | None = None
 
     def put(self, chunks: int) -> None:
-        """Have the loss in so many chunks from now on."""
+        """Have the loss in so many chunks from now on; not where the user has a hand in it."""
         if chunks != self.chunks:
             self.remove()
-            if chunks:
+            if chunks and self.free:
                 self._patch(self._forward, self._loss)
                 self.chunks = chunks
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody hangs hooks on the head, or has put another forward or loss in place."""
+        if self._was is not None:
+            return True
+        head = self.head
+        there = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+        there += [*head._backward_hooks.values(), *head._backward_pre_hooks.values()]
+        mine = all(getattr(hook, "__module__", "").startswith("legroom.") for hook in there)
+        same = getattr(self.model, "loss_function", None) is self._plain
+        return mine and same and "forward" not in head.__dict__
 
     def remove(self) -> None:
         """The model computes its loss as before."""
         if self._was is not None:
-            self.head.__dict__.pop("forward", None)
-            self.model.__dict__.pop("_loss_function", None)
-            self.model.__dict__.update(self._was)
+            for thing, name in ((self.head, "forward"), (self.model, "_loss_function")):
+                if thing.__dict__.get(name) in self._ours:  # else the user has put another there
+                    thing.__dict__.pop(name, None)
+                    thing.__dict__.update({k: v for k, v in self._was.items() if k == name})
             self._was, self.chunks = None, 0
 
     def _patch(self, forward: Any, loss: Any) -> None:
         self._was = {k: v for k, v in self.model.__dict__.items() if k == "_loss_function"}
+        self._ours = (forward, loss)
         self.head.__dict__["forward"] = forward
         self.model.__dict__["_loss_function"] = loss
 

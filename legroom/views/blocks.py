@@ -31,7 +31,9 @@ class Treatment(NamedTuple):
             return self.price
         if self.dropped_bytes:
             return f"{format_seconds(self.replay_s)} for {format_bytes(self.dropped_bytes)} less"
-        return "copied beside the compute" if self.moved_bytes else "there is room"
+        if self.moved_bytes:
+            return "copied beside the compute"
+        return "in fewer bits" if self.shrunk else "there is room"
 
     @property
     def state(self) -> str:

@@ -213,3 +213,20 @@ def test_what_a_block_that_runs_again_is_given_does_not_shrink() -> None:
     kept = shrunk(problem, again, lambda _, actions: actions)
     held = {s for b in (1, 2) for s in step.blocks[b].inputs}
     assert held.isdisjoint(a.storage for a in kept if isinstance(a, Compress))
+
+
+def test_masks_alone_can_keep_a_budget() -> None:
+    """With nothing to recompute and nowhere to move to."""
+    step = chain(4, 4096, output_bytes=64)
+    masks = tuple(
+        msgspec.structs.replace(s, dtype="bool") if s.num_bytes == 4096 else s
+        for s in step.storages
+    )
+    bare = tuple(msgspec.structs.replace(b, variants=()) for b in step.blocks)
+    step = msgspec.structs.replace(step, storages=masks, blocks=bare)
+    plan = make_plan(step, machine(), budget(step, 0.7), "auto")
+    assert plan.compressions and not plan.recomputes
+    with pytest.raises(BudgetError) as caught:
+        make_plan(step, machine(), budget(step, 0.05), "auto")
+    least = caught.value.smallest_bytes
+    assert make_plan(step, machine(), {"device": least}, "auto").predicted.device_bytes <= least

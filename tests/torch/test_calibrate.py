@@ -5,8 +5,9 @@ import pytest
 
 from legroom.machine.spec import find_machine
 from legroom.memory.actions import Recompute
+from legroom.memory.builds import Pace
 from legroom.memory.calibrate import MAX_CONTENTION, as_predicted, foresee, learn, to_scale
-from legroom.memory.kinds import Kind, Measurement
+from legroom.memory.kinds import Kind, Made, Measurement, Outfit, rescaled
 from legroom.memory.script import Script
 from legroom.memory.simulate import Simulator
 from legroom.memory.variants import with_variants
@@ -153,6 +154,22 @@ def test_the_fastest_plan_is_put_back() -> None:
     assert kind.plan is second, "it can still teach something"
     assert kind.judge(last=True)
     assert kind.plan is first and not kind.measurements
+
+
+def test_a_plan_put_back_brings_its_builds_and_their_pace() -> None:
+    """All that was in force with it, not the plan alone."""
+    kind = kind_of(full, host_s=1e-3)
+    kind.made = (Pace(2.0, 1.0), total_s(kind), kind.capture.step.host_s)
+    force, pace = kind.force, kind.pace
+    measure(kind, 9.0, 1.0, 1.0, 1.0)
+    kind.judge(last=False)
+    other = rescaled(kind.capture, 3.0)
+    kind.wear(Made(other, Outfit({"0": 1.0})), Pace(5.0, 1.0))
+    kind.plan = msgspec.structs.replace(kind.plan, why="another")
+    kind.start_anew()
+    measure(kind, 9.0, 2.0, 2.0, 2.0)
+    assert kind.judge(last=True)
+    assert kind.force == force and kind.pace == pace
 
 
 def test_a_plan_put_back_is_predicted_by_what_was_learned_since() -> None:

@@ -171,3 +171,69 @@ def test_a_budget_below_the_logits_begins_in_chunks() -> None:
     assert loop.job.current.base.chunks  # type: ignore[union-attr]
     assert loop.job.current.outfit.shares  # type: ignore[union-attr]
     loop.job.close()
+
+
+@pytest.mark.parametrize("kind", ["pre", "forward", "backward"])
+def test_hooks_on_the_head_see_what_they_always_saw(kind: str) -> None:
+    """Logits in full, once a step: the plan leaves such a head alone."""
+    loop, seen = Loop(), []
+    head = loop.model.lm_head
+    if kind == "pre":
+        head.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    elif kind == "forward":
+        head.register_forward_hook(lambda m, args, out: seen.append(out.dim()))
+    else:
+        head.register_full_backward_hook(lambda m, to, come: seen.append(come[0].dim()))
+    loop.steps(7)
+    assert not loop.chunks
+    assert set(seen) <= {3}
+    assert kind == "pre" or len(seen) == 7 + 1, "and once on fake tensors"
+    loop.job.close()
+
+
+def test_a_loss_of_the_users_own_is_taken_up_when_it_comes() -> None:
+    """Set in mid-training: it counts from that step on, and stays after the job."""
+    loop = Loop()
+    loop.steps(6)
+    assert loop.chunks
+
+    def own(logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
+        return logits.float().square().mean()
+
+    loop.model.loss_function = own
+    losses = loop.steps(8)
+    assert not loop.chunks, "recorded anew"
+    out = loop.model(input_ids=ids(), labels=ids())
+    assert losses[-1] == pytest.approx(out.loss.item(), rel=0.5)
+    assert loop.model.loss_function is own
+    loop.job.close()
+    assert loop.model.loss_function is own
+
+
+def test_a_forward_of_the_users_own_is_not_taken_away() -> None:
+    """Put on a block in mid-training."""
+    loop = Loop()
+    loop.steps(6)
+    layer = loop.model.model.layers[1]
+    calls, plain = [], layer.forward
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    layer.forward = own
+    loop.steps(2)
+    assert len(calls) == 2 and layer.__dict__["forward"] is own
+    loop.job.close()
+
+
+def test_a_step_that_fails_does_not_cost_the_chunks() -> None:
+    """The second visit, in which calls are sampled."""
+    loop = Loop()
+    loop.steps(1)
+    with pytest.raises(ZeroDivisionError), loop.job.step():
+        loop.model(input_ids=ids(), labels=ids())
+        raise ZeroDivisionError
+    loop.steps(6)
+    assert loop.chunks
+    loop.job.close()

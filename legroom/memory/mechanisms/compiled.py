@@ -40,7 +40,7 @@ class Compiler:
 
     def __init__(self, backend: str = "") -> None:
         self.backend = backend or BACKEND
-        self._placed: dict[str, tuple[nn.Module, float]] = {}
+        self._placed: dict[str, tuple[nn.Module, float, Forward]] = {}
 
     def build(self, module: nn.Module, share: float) -> Forward:
         """The module's forward, compiled to keep this share of what it could save."""
@@ -50,17 +50,19 @@ class Compiler:
             _builds[key] = torch.compile(_copied(key[0]), backend=backend, dynamic=False)
         return partial(_builds[key], module)
 
-    def place(self, modules: Mapping[str, nn.Module], shares: Mapping[str, float]) -> None:
-        """Have the named modules run these builds, and all others as they are."""
-        for path, (module, share) in list(self._placed.items()):
+    def place(self, modules: Mapping[str, nn.Module], shares: Mapping[str, float]) -> bool:
+        """Have the named modules run these builds, and all others as they are; whether all do."""
+        for path, (module, share, build) in list(self._placed.items()):
             if shares.get(path) != share:
-                del module.__dict__["forward"]
+                if module.__dict__.get("forward") is build:  # else the user's own is there
+                    del module.__dict__["forward"]
                 del self._placed[path]
         for path, share in shares.items():
             module = modules[path]
-            if path not in self._placed:
-                module.__dict__["forward"] = self.build(module, share)
-                self._placed[path] = module, share
+            if path not in self._placed and not can_compile(module):
+                build = module.__dict__["forward"] = self.build(module, share)
+                self._placed[path] = module, share, build
+        return self._placed.keys() == shares.keys()
 
     def clear(self) -> None:
         """All modules as they were."""

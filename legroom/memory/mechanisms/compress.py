@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 FP8_MAX = 448.0
+NUM_PIECES, LEAST_PIECE = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -22,33 +23,44 @@ class Packed:
 def encode(codec: str, flat: Tensor, dtype: torch.dtype) -> Packed:
     """Compress a whole storage, given as flat bytes that hold elements of `dtype`."""
     values = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    if codec == "bits":
-        return Packed(codec, _to_bits(values), dtype, values.numel())
     if codec == "bf16":
         return Packed(codec, values.to(torch.bfloat16), dtype, values.numel())
+    if codec == "bits":
+        bits = torch.empty(-(-values.numel() // 8), dtype=torch.uint8, device=values.device)
+        for part in pieces(values.numel()):
+            bits[part.start // 8 : -(-part.stop // 8)] = _to_bits(values[part])
+        return Packed(codec, bits, dtype, values.numel())
     assert codec == "fp8", codec
-    top = (
-        values.abs()
-        .nan_to_num(0.0, 0.0, 0.0)
-        .amax()
-        .float()
-        .clamp_min(torch.finfo(torch.float32).tiny)
-    )
-    scale = top / FP8_MAX
-    return Packed(codec, (values / scale).to(torch.float8_e4m3fn), dtype, values.numel(), scale)
+    least = torch.finfo(torch.float32).tiny
+    tops = [values[p].abs().nan_to_num_(0.0, 0.0, 0.0).amax() for p in pieces(values.numel())]
+    scale = torch.stack(tops).amax().float().clamp_min(least) / FP8_MAX
+    small = torch.empty(values.numel(), dtype=torch.float8_e4m3fn, device=values.device)
+    for part in pieces(values.numel()):
+        small[part] = (values[part] / scale).to(torch.float8_e4m3fn)
+    return Packed(codec, small, dtype, values.numel(), scale)
 
 
 def decode(packed: Packed, num_bytes: int) -> Tensor:
     """The storage again, as flat bytes."""
     flat = torch.empty(num_bytes, dtype=torch.uint8, device=packed.data.device)
     values = flat[: packed.numel * packed.dtype.itemsize].view(packed.dtype)
-    if packed.codec == "bits":
-        values.copy_(_from_bits(packed.data, packed.numel))
-    elif packed.scale is None:
+    if packed.codec == "bf16":
         values.copy_(packed.data)
-    else:
-        values.copy_(packed.data.to(torch.float32).mul_(packed.scale))
+        return flat
+    for part in pieces(packed.numel):
+        if packed.codec == "bits":
+            bits = packed.data[part.start // 8 : -(-part.stop // 8)]
+            values[part] = _from_bits(bits, part.stop - part.start)
+        else:
+            assert packed.scale is not None
+            values[part] = packed.data[part].to(torch.float32).mul_(packed.scale).to(values.dtype)
     return flat
+
+
+def pieces(numel: int) -> list[slice]:
+    """All elements in a few pieces of whole bytes of bits: scratch is made for one at a time."""
+    size = max(-(-numel // NUM_PIECES) // 8 * 8 + 8, LEAST_PIECE)
+    return [slice(a, min(a + size, numel)) for a in range(0, numel, size)]
 
 
 def _weights(device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from legroom.memory.policies.every_nth import every_nth
 from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.recompute_all import recompute_all
 from legroom.memory.policies.repair import repair
-from legroom.memory.policies.shrink import shrunk
+from legroom.memory.policies.shrink import shrunk, smallest
 from legroom.memory.policies.swap_all import movable, swap_all
 from legroom.memory.schedule import Want, peak_position, schedule, tighten
 
@@ -58,6 +58,9 @@ def auto(problem: Problem) -> Choice:
         actions = plain(problem).actions
         if problem.fits(actions):
             found.append((problem.simulator.time(actions), actions))
+    small = smallest(problem)
+    if not found and small and problem.fits(small):
+        found.append((problem.simulator.time(small), small))
     if not found:
         return _least(problem, program)
     actions = polish(problem, min(found, key=lambda x: x[0])[1])
@@ -152,6 +155,7 @@ def _least(problem: Problem, program: Program) -> Choice:
     candidates = [realise(problem, answer, 0) for answer in program.smallest()]
     bare = problem._replace(budget={**problem.budget, "device": 0})
     candidates += [list(plain(bare).actions) for plain in (swap_all, recompute_all)]
+    candidates.append(smallest(problem))
     peaks = [problem.simulator.shape(c).peak for c in candidates]
     best = candidates[int(np.argmin(peaks))]
     if min(peaks) > problem.limit:

@@ -32,6 +32,11 @@ def shrunk(problem: Problem, actions: list[Action], polish: Polish) -> list[Acti
     return best
 
 
+def smallest(problem: Problem) -> list[Action]:
+    """All that can shrink, and nothing else."""
+    return list(candidates(problem))
+
+
 def _on_top(problem: Problem, actions: list[Action], ours: Ours) -> list[Action]:
     """All that can shrink beside the actions there are."""
     acted = {s for a in actions for s in _storages(problem, a)}
