@@ -27,7 +27,8 @@ class Unmade:
         self._made: Tensor | None = None
         self._version = head.weight._version
         self._looks: list[bool] | None = None
-        self._casts = _autocast_of(hidden)
+        self._casts, cast = _autocast_of(hidden)
+        self._dtype = torch.float32 if wide else cast or head.weight.dtype
 
     def make(self) -> Tensor:
         """All of them, once; raises RuntimeError if the weight was updated since."""
@@ -47,6 +48,11 @@ class Unmade:
                 made = nn.Linear.forward(self._head, self._hidden)
             self._made = made.float() if self._wide else made
         return self._made
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That it will have."""
+        return self._dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -86,13 +92,16 @@ class Unmade:
         return repr(self.make())
 
 
-def _autocast_of(hidden: Tensor) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Autocast as it is now, for later."""
+def _autocast_of(
+    hidden: Tensor,
+) -> tuple[Callable[[], contextlib.AbstractContextManager[Any]], torch.dtype | None]:
+    """Autocast as it is now, for later; and the dtype it casts to, if it does."""
     kind = hidden.device.type
     if not torch.amp.is_autocast_available(kind):
-        return contextlib.nullcontext
+        return contextlib.nullcontext, None
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype, enabled=enabled)
+    casts = enabled and hidden.dtype != torch.float64
+    return (lambda: torch.autocast(kind, dtype, enabled=enabled)), dtype if casts else None
 
 
 def _made(leaf: Any) -> Any:

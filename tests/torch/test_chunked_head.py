@@ -92,6 +92,19 @@ def test_logits_are_made_for_who_looks_at_them() -> None:
     assert again.shape[1] == x.shape[1] + 3
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_form_and_dtype_are_told_without_making_them(cast: bool) -> None:
+    """As the model's own have them; and made later, they are cast as they were to be."""
+    model, x = llama(), ids()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        plain = model(input_ids=x).logits
+        chunk_head(model)
+        logits = model(input_ids=x).logits
+    assert (logits.dtype, logits.shape, logits.device) == (plain.dtype, plain.shape, plain.device)
+    assert logits._made is None and logits.float().dtype == torch.float32
+    assert torch.equal(logits.make(), plain)
+
+
 def test_gradients_flow_through_logits_that_were_looked_at() -> None:
     """A loss of one's own on them is right too."""
     model, x = llama(), ids()
