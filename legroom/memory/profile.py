@@ -226,7 +226,10 @@ def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 class StandInLoss:
-    """The same, noting the bytes it would take to compute a usual loss of what was returned."""
+    """The same, noting the bytes it would take to compute a usual loss of what was returned.
+
+    Of a model with a loss of its own, those of what it returns beside that.
+    """
 
     COPIES = 3
     """Cross entropy holds its input's logarithms, and two gradients of that size, in float32."""
@@ -239,10 +242,11 @@ class StandInLoss:
         args, kwargs = batch
         output = model(*args, **kwargs)
         loss = getattr(output, "loss", None)
-        if isinstance(loss, Tensor):
-            return loss
         plain = dict(output) if isinstance(output, Mapping) else output
         found = [x for x in tree_leaves(plain) if isinstance(x, Tensor) and x.requires_grad]
+        if isinstance(loss, Tensor):  # the caller may hold the rest on
+            self.num_bytes = sum(x.numel() * x.element_size() for x in found if x is not loss)
+            return loss
         if not found:
             raise StepError("the model returned nothing that needs a gradient")
         self.num_bytes = self.COPIES * sum(4 * x.numel() for x in found)

@@ -12,7 +12,9 @@ import legroom.memory.workshop as workshop
 from legroom.api import Job
 from legroom.memory.losshead import with_head
 from legroom.memory.mechanisms import compiled
+from legroom.memory.profile import StandInLoss
 from legroom.memory.trace import Phase, Step
+from legroom.nn import chunk_head
 from tests.torch.support import MACHINE
 from tests.torch.test_chunked_head import ids, llama
 
@@ -237,3 +239,13 @@ def test_a_step_that_fails_does_not_cost_the_chunks() -> None:
     loop.steps(6)
     assert loop.chunks
     loop.job.close()
+
+
+def test_what_a_caller_may_hold_of_the_output_is_known_before_the_first_step() -> None:
+    """Logits in full, though the model computes its loss itself; none where they are put off."""
+    model, loss, later = llama(), StandInLoss(), StandInLoss()
+    loss(model, ((), {"input_ids": ids(), "labels": ids()}))
+    assert loss.num_bytes == 4 * 20 * 503 * 4
+    chunk_head(model)
+    later(model, ((), {"input_ids": ids(), "labels": ids()}))
+    assert later.num_bytes == 0
