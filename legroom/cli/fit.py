@@ -24,7 +24,7 @@ from legroom.cli.options import (
     read_sizes,
 )
 from legroom.cli.train import Training, lift_cap, train
-from legroom.core.errors import StepError
+from legroom.core.errors import InputError, StepError
 from legroom.views.table import comparison_table, costs_table
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ def fit(
     import legroom
 
     check_policy(policy)
+    if show_frontier and budget != "auto":
+        raise InputError("--frontier plans for one budget after the other: leave --budget out")
     if show_frontier:
         return frontier_answer(job, machine, policy, optimizer, read_sizes(sizes))
     target = pick_device(device)
@@ -137,7 +139,7 @@ def _report(job: "Job") -> tuple[dict[str, Any], list[RenderableType]]:
         made = "The plan was made anew after the last step, and has not been measured yet"
         early = "Nothing is measured before the fourth step"
         shown.append(f"{made if kind.replans else early}: use more --steps.")
-    over = over_budget(comparison.measured or comparison.predicted, job.budget)
+    over = over_budget(comparison.peaks, job.budget)
     document = {"fits": not over, "policy": plan.policy, "why": plan.why, "budget": job.budget}
     return document | {"machine": plan.machine, "comparison": comparison}, shown
 
