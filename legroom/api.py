@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
+from rich.table import Table
 from torch import nn
 
 from legroom.core.errors import InputError, StepError, UnknownName
@@ -57,18 +58,22 @@ class Job(MemoryJob):
         return kind
 
     def report(self) -> str:
-        """Predicted beside measured, and what each action bought and cost, as text."""
+        """Predicted beside measured, and what each block and action bought and cost, as text."""
+        parts = (to_text(x) if isinstance(x, Table) else f"{x}\n" for x in self.parts())
+        return "\n".join(parts)
+
+    def parts(self) -> list[Table | str]:
+        """What a report shows, in order: tables and lines."""
         kind = self.known()
-        comparison = self.comparison(kind)
-        assert kind.plan is not None
-        text = to_text(comparison_table(comparison, kind.plan)) + f"\nHow: {kind.plan.why}.\n"
-        text += f"With other budgets, as predicted: {self.next_steps()}.\n"
-        changed = kind.plan.actions or kind.outfit.changes
-        if kind.capture is not None and kind.capture.step.blocks and changed:
-            text += "\n" + to_text(blocks_table(kind.capture.step, kind.plan))
+        assert kind.plan is not None and kind.capture is not None
+        comparison, plan, step = self.comparison(kind), kind.plan, kind.capture.step
+        parts: list[Table | str] = [comparison_table(comparison, plan), f"How: {plan.why}."]
+        parts.append(f"With other budgets, as predicted: {self.next_steps()}.")
+        if step.blocks and (plan.actions or kind.outfit.changes):
+            parts.append(blocks_table(step, plan))
         if comparison.predicted.costs:
-            text += "\n" + to_text(costs_table(comparison.predicted))
-        return text
+            parts.append(costs_table(comparison.predicted))
+        return parts
 
     def frontier(self, num_points: int = NUM_POINTS) -> list[Point]:
         """Predicted step time and peak from the smallest budget that works to one without plan."""
@@ -95,16 +100,17 @@ class Job(MemoryJob):
         plan = make_plan(step, self.machine, budget, self.policy, lossy=self.lossy, quick=True)
         return msgspec.structs.replace(plan, why=how + plan.why)
 
-    def page(self, path: str | Path, *, budgets: bool = True) -> Path:
+    def page(
+        self, path: str | Path, *, comparison: Comparison | None = None, budgets: bool = True
+    ) -> Path:
         """Write the report as one HTML file; with `budgets`, other ones are planned for as well."""
         kind = self.known()
         assert kind.capture is not None and kind.plan is not None
-        step = kind.capture.step
         measured = self.meter.timeline(kind.static_bytes)
-        comparison = self.comparison(kind)
         points = self.frontier() if budgets else ()
-        timeline = self.timeline(kind)
-        return write_page(path, step, kind.plan, comparison, timeline, measured, points=points)
+        both, timeline = comparison or self.comparison(kind), self.timeline(kind)
+        step = kind.capture.step
+        return write_page(path, step, kind.plan, both, timeline, measured, points=points)
 
 
 def fit(

@@ -18,7 +18,6 @@ from legroom.views.table import comparison_table, over_budget
 if TYPE_CHECKING:
     import torch
 
-    from legroom.api import Job
 
 SHARE = 0.4
 """Of the memory a step takes above what is there before it."""
@@ -88,13 +87,13 @@ def run_example(
     with legroom.fit(example.model, training.optimizer, budget=room.budget, machine=machine) as job:
         train(training, job, NUM_STEPS, advance)
         comparison = msgspec.structs.replace(job.comparison(), unlimited=unlimited)
-        page = _write_page(job, comparison, Path(f"legroom-demo-{name}.html"))
+        page = job.page(f"legroom-demo-{name}.html", comparison=comparison)
         plan = last_kind(job).plan
         assert plan is not None
         verdict = check_gradients(training, job)
         advance("comparing gradients")
     lift_cap(device)
-    over = over_budget(comparison.measured or comparison.predicted, job.budget)
+    over = over_budget(comparison.peaks, job.budget)
     document = {"example": name, "fits": not over, "budget": room.budget, "why": plan.why}
     document |= {"comparison": comparison, "verdict": verdict, "page": page.resolve()}
     table = comparison_table(comparison, plan)
@@ -109,15 +108,6 @@ def _room(training: Training, machine: Machine) -> Room:
     step = trace_job(training.example, machine, "adamw")
     static = sum(storage.num_bytes for storage in step.storages if storage.birth < 0)
     return Room(static, Simulator(step, machine).run([], "keep_all").device_bytes)
-
-
-def _write_page(job: "Job", comparison: Any, path: Path) -> Path:
-    from legroom.views.page import write_page
-
-    kind = last_kind(job)
-    assert kind.capture is not None and kind.plan is not None
-    measured = job.meter.timeline(kind.static_bytes)
-    return write_page(path, kind.capture.step, kind.plan, comparison, job.timeline(kind), measured)
 
 
 def _words(name: str, room: Room, why: str, verdict: Any, page: Path) -> list[str]:

@@ -25,7 +25,6 @@ from legroom.cli.options import (
 )
 from legroom.cli.train import Training, lift_cap, train
 from legroom.core.errors import InputError, StepError
-from legroom.views.table import comparison_table, costs_table
 
 if TYPE_CHECKING:
     from legroom.api import Job
@@ -88,8 +87,11 @@ def fit(
     import legroom
 
     check_policy(policy)
-    if show_frontier and budget != "auto":
-        raise InputError("--frontier plans for one budget after the other: leave --budget out")
+    if show_frontier and (budget != "auto" or compile_what):
+        raise InputError(
+            "--frontier plans eager steps for one budget after the other: leave --budget and "
+            "--compile out; job.frontier() and the page of a compiled job have its own"
+        )
     if show_frontier:
         return frontier_answer(job, machine, policy, optimizer, read_sizes(sizes))
     target = pick_device(device)
@@ -132,9 +134,7 @@ def _report(job: "Job") -> tuple[dict[str, Any], list[RenderableType]]:
     kind, comparison = last_kind(job), job.comparison()
     plan = kind.plan
     assert plan is not None
-    shown: list[RenderableType] = [comparison_table(comparison, plan), f"How: {plan.why}."]
-    if comparison.predicted.costs:
-        shown.append(costs_table(comparison.predicted))
+    shown: list[RenderableType] = [*job.parts()]
     if comparison.measured is None:
         made = "The plan was made anew after the last step, and has not been measured yet"
         early = "Nothing is measured before the fourth step"

@@ -318,11 +318,13 @@ def _blocks(step: Step, plan: Plan) -> str:
 
 def _budgets(points: Sequence[Point], plan: Plan, comparison: Comparison) -> str:
     if not points:
-        return "<p>They were not asked for.</p>"
+        return ""
     natural_s = comparison.unlimited.step_s if comparison.unlimited is not None else 0.0
     chart = budgets_chart(points, (plan.predicted.device_bytes, plan.predicted.step_s))
     rows = budget_rows(points, natural_s)
-    return chart + _table("What other budgets would give", BUDGET_HEADS, rows, words=(4,))
+    table = _table("What other budgets would give", BUDGET_HEADS, rows, words=(4,))
+    head = '<h2 id="h-budgets">What other budgets would give, as predicted</h2>'
+    return f'<section aria-labelledby="h-budgets">{head}{chart}{table}</section>'
 
 
 def _table(

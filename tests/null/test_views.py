@@ -251,7 +251,7 @@ def test_other_budgets_are_a_line_and_a_table() -> None:
     assert not structure.wrong
     assert [tag for tag, _ in structure.seen].count("circle") == 4
     assert "4.00 GiB" in text and "plan 2" in text and "this plan" in text
-    assert "not asked for" in page(step, make_plan(step), make_comparison(), make_timeline())
+    assert "h-budgets" not in page(step, make_plan(step), make_comparison(), make_timeline())
 
 
 class Structure(HTMLParser):

@@ -251,8 +251,8 @@ def test_the_frontier_is_printed_without_training(cpu: list[str]) -> None:
     assert len(times) > 2 and times[0] >= times[-1] == found["unlimited"]["step_s"]
     assert all(p["peak_bytes"] <= p["budget_bytes"] for p in found["frontier"])
     assert "against no limit" in call("fit", *JOB, *cpu, "--frontier").stdout
-    both = call("fit", *JOB, *cpu, "--frontier", "--budget", "1MiB")
-    assert both.exit_code != 0 and "leave --budget out" in both.stderr
+    for other in (("--budget", "1MiB"), ("--compile", "blocks")):
+        assert "leave --budget and --compile out" in refusal("fit", *JOB, "--frontier", *other)
 
 
 # -- fit, and what it leaves ---------------------------------------------------------------------
