@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.4
 """Of the memory a step takes above what is there before it."""
-NUM_STEPS = 10
+NUM_STEPS = 24
 NUM_PLAIN_STEPS = 3
 PARTS = NUM_STEPS + NUM_PLAIN_STEPS + 3
 """Parts of the progress bar per example: all steps, and the check of the gradients."""
