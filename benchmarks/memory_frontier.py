@@ -24,6 +24,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ SHARES = ("75%", "50%", "35%", "25%")
 CAPS = {"llama-1b": ("40", "24", "12"), "resnet152": ("14", "9")}
 """GiB, beside the shares of what eager training allocates."""
 LARGEST = "eager,checkpoint,selective,compile-0.1,blocks-0.0,legroom,legroom-eager"
+COMPILED = ("compile", "blocks", "offload-compiled")
 FIRST_BATCH = {"llama-1b": 4, "resnet152": 64}
 WITHOUT_ATTENTION = ("resnet152", "unet-512")
 PEER_WARM = 10
@@ -244,16 +246,30 @@ def run_child(case: Case, args: argparse.Namespace, steps: int, warm: int) -> Ro
 
 def fill(args: argparse.Namespace, results: Results) -> None:
     """Run the cases asked for and add them to the result file."""
-    tools = tools_of(args.tools)
+    ahead: set[Case] = set()
     for model in models_of(args.models, TINY):
-        for tool in tools:
+        if args.ahead:
+            ahead |= compile_ahead(model, args, results)
+        for tool in tools_of(args.tools):
             for case in cases_of(model, tool, args, results.rows):
                 if not args.fresh and done(results.rows.get(case.name)):
                     continue
                 row = run_child(case, args, args.steps, args.warm)
+                if case in ahead:
+                    row.pop("compile_s", None)  # it found the code there
                 results.rows[case.name] = case.head() | row
                 print(case.name, json.dumps(row), flush=True)
                 results.save()
+
+
+def compile_ahead(model: str, args: argparse.Namespace, results: Results) -> set[Case]:
+    """Have the compiler make what peers will find in its cache, several at a time."""
+    tools = [t for t in tools_of(args.tools) if t.startswith(COMPILED) and t not in OURS]
+    found = (case for tool in tools for case in cases_of(model, tool, args, results.rows))
+    cases = [c for c in found if args.fresh or not done(results.rows.get(c.name))]
+    with ThreadPoolExecutor(args.ahead) as pool:
+        list(pool.map(lambda case: run_child(case, args, steps=1, warm=1), cases))
+    return set(cases)
 
 
 # -- the largest batch ---------------------------------------------------------------------------
@@ -329,6 +345,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--caps", default="", help="for legroom: GiB, or 50%% of eager's peak")
     add_arguments(parser)
     parser.add_argument("--cold", action="store_true", help="compile each case from nothing")
+    parser.add_argument("--ahead", type=int, default=0, help="peers to compile at a time, untimed")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--fresh", action="store_true", help="run cases again that were run before")
     again.add_argument("--skip-done", action="store_false", dest="fresh", help="do not (default)")

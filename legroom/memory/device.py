@@ -40,6 +40,8 @@ class Reading:
     """Bytes by name; none if they were not taken."""
     host_s: float = 0.0
     """How long the host was busy with it; 0 where the host is the device itself."""
+    pressed: bool = False
+    """Whether allocations had to wait for cached memory to be given back: that is slow."""
 
 
 class Meter(ABC):
@@ -68,13 +70,10 @@ class Meter(ABC):
         """Bytes of a budget that the allocator itself may take."""
         return 0
 
-    def pressed(self) -> bool:
-        """Whether the allocator ran into its cap since last asked."""
-        return False
-
-    def give_way(self, share: float) -> None:
-        """Leave more of a budget to the allocator from now on."""
-        self.slack = min(self.slack + share, MOST_SLACK)
+    def give_way(self, share: float) -> bool:
+        """Leave more of a budget to the allocator from now on; whether there was more to leave."""
+        before, self.slack = self.slack, min(self.slack + share, MOST_SLACK)
+        return self.slack > before
 
     @property
     def scratch(self) -> int:
@@ -192,7 +191,8 @@ class CudaMeter(Meter):
             "device": stats["allocated_bytes"]["all"]["peak"],
             "reserved": stats["reserved_bytes"]["all"]["peak"],
         }
-        return Reading(seconds, peaks, self._host_s)
+        before, self._retries = self._retries, stats["num_alloc_retries"]
+        return Reading(seconds, peaks, self._host_s, self._retries > before)
 
     def found(self) -> int:
         """Bytes allocated by this process."""
@@ -202,14 +202,6 @@ class CudaMeter(Meter):
         """Bytes of a budget that the allocator itself may take."""
         gaps = 3 * GRAIN if self._grows else 0
         return max(int(budget * self.slack), min(gaps, int(budget * MOST_SLACK)))
-
-    def pressed(self) -> bool:
-        """Whether allocations had to wait for cached memory to be given back: that is slow."""
-        before, self._retries = self._retries, self._count_retries()
-        return self._retries > before
-
-    def _count_retries(self) -> int:
-        return int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
 
     @property
     def scratch(self) -> int:
@@ -244,7 +236,7 @@ class CudaMeter(Meter):
             for size in sizes:
                 blocks.append(torch.empty(max(size, 0), dtype=torch.uint8, device=self.device))
                 self._walls.append(torch.empty(WALL, dtype=torch.uint8, device=self.device))
-        self._retries = self._count_retries()
+        self._retries = int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
 
     def cap(self, limit: int) -> None:
         """Cap reserved memory, and keep the allocator from breaking its segments up."""
@@ -255,12 +247,22 @@ class CudaMeter(Meter):
             (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
             self._grows = True
         self._limit = limit - (GRAIN if self._grows else 0)
-        if torch.cuda.memory_reserved(self.device) > self._limit:
-            torch.cuda.empty_cache()  # what others left, which counts against the cap
+        self._clear()
         total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_per_process_memory_fraction(
             min(1.0, max(self._limit, 0) / total), self.device
         )
+
+    def _clear(self) -> None:
+        """Give back what earlier work left with the allocator, where that counts against the cap.
+
+        Workspaces of libraries are taken once, from whatever segment had a gap, and then hold all
+        of it; a library that finds none takes another.
+        """
+        if torch.cuda.memory_reserved(self.device) > self._limit:
+            torch.cuda.synchronize(self.device)
+            getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
+            torch.cuda.empty_cache()
 
     def uncap(self) -> None:
         """Allow the whole device again."""

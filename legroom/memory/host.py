@@ -27,7 +27,7 @@ WATCH_S = 25e-6
 """Of a saved tensor that is watched."""
 BACKWARD = 2.0
 """An op in backward takes the host this much longer than one in forward."""
-CAUTION = 1.2
+CAUTION = 1.4
 """A host has bad moments, and a plan that leaves it no time to spare is slow in each of them."""
 
 Work = list[tuple[int, float]]

@@ -299,6 +299,7 @@ class MemoryJob:
         moved |= {f"{tier}->device": n for tier, n in mover.in_bytes.items()}
         stall = lanes.take_stall() if lanes is not None else float
         rest, peaks = (self.runner.replayer.seconds, moved, reading.host_s), reading.peaks
+        kind.presses += reading.pressed
         if "step" in peaks:
             peaks = {"device": peaks["step"] + kind.static_bytes}
         self._check_peak(peaks.get("reserved", peaks.get("device", 0)))
@@ -315,12 +316,11 @@ class MemoryJob:
 
     def _calibrate(self, kind: Kind) -> None:
         """Judge a settled plan: if it came out otherwise, plan again; the fastest seen stays."""
-        pressed = self.meter.pressed() and not kind.placement.missing_bytes
+        # Where the allocator took the time, that says nothing of ops, links or host.
+        pressed = kind.pressed and self.meter.give_way(PRESSED)
         expected = as_predicted(kind)
-        kind.still = kind.replans >= MAX_REPLANS or (expected and not pressed)
-        if pressed:  # the allocator took the time, which says nothing of ops, links or host
-            self.meter.give_way(PRESSED)
-        elif not expected:
+        kind.still = not pressed and (expected or kind.replans >= MAX_REPLANS)
+        if not pressed and not expected:
             self.machine = learn(kind, self.machine)
         learned, outfit = kind.capture, kind.outfit
         put_back = kind.judge(last=kind.still)
@@ -328,7 +328,7 @@ class MemoryJob:
             if put_back or not expected:
                 foresee(kind, learned if kind.outfit == outfit else kind.capture, self.machine)
             return
-        kind.replans += 1
+        kind.replans, kind.presses = kind.replans + (not pressed), 0
         force = kind.force
         if self.workshop is not None:
             self.workshop.remake(kind, self.machine, self.planning_budget(), self.policy)

@@ -26,6 +26,8 @@ FEWEST, MOST = 4, 12
 """Measured steps before a plan is judged; as many as MOST where they differ."""
 NOISE = 0.04
 """Steps whose middle half lies closer together, as a share of their median, are alike."""
+PRESSES = 2
+"""Steps in which the allocator ran into its cap: one may be the first, which makes room."""
 
 
 @dataclass
@@ -120,6 +122,8 @@ class Kind:
     measurements: list[Measurement] = field(default_factory=list)
     judged: int = 0
     """How many of them the plan in force was judged by."""
+    presses: int = 0
+    """Steps under the plan in force in which the allocator ran into its cap."""
     pending: Callable[[], Measurement] | None = None
     """The last step, which the device may still be at: filed with the next, so none waits."""
 
@@ -137,9 +141,9 @@ class Kind:
         assert self.capture is not None and self.plan is not None and self.script is not None
         self.judged = len(self.measurements)
         self.verdicts.append((self.plan.predicted.step_s, self.step_s))
-        if self.best is None or self.step_s < self.best[0]:
+        if not self.pressed and (self.best is None or self.step_s < self.best[0]):
             self.best = (self.step_s, self.force)
-        elif last and self.plan is not self.best[1].plan:
+        elif last and self.best is not None and self.plan is not self.best[1].plan:
             self.put_back(self.best[1])
             self.start_anew()
             return True
@@ -177,7 +181,7 @@ class Kind:
     def start_anew(self) -> None:
         """Another plan is in force: what was measured does not count any more."""
         self.measurements.clear()
-        self.pending, self.judged = None, 0
+        self.pending, self.judged, self.presses = None, 0, 0
 
     @property
     def compiled(self) -> str:
@@ -186,8 +190,15 @@ class Kind:
         return f"{self.outfit}, tried in {took}; " if self.outfit.changes else ""
 
     @property
+    def pressed(self) -> bool:
+        """Whether the plan in force leaves the allocator too little room, and should not."""
+        return self.presses >= PRESSES and not self.placement.missing_bytes
+
+    @property
     def ripe(self) -> bool:
         """Whether there are steps enough to judge the plan in force by."""
+        if self.pressed and self.measurements:  # the next step may not find room at all
+            return True
         fresh = sorted(m.seconds for m in self.measurements[self.judged :])
         if not FEWEST <= len(fresh) < MOST:
             return len(fresh) >= MOST

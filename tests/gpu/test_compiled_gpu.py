@@ -37,7 +37,7 @@ def losses(count: int, budget: int = 0) -> tuple[list[float], Any]:
     batch, found, job = example.make_batch(0), [], None
     if budget:
         job = legroom.fit(example.model, optimizer, budget=budget, compile="blocks")
-    for _ in range(count):
+    while len(found) < count or (job and not job.comparison().measured):
         if job is None:
             loss = example.loss_fn(example.model, batch)
             loss.backward()
@@ -63,7 +63,7 @@ def test_a_job_below_the_size_of_its_logits_trains_as_the_model_does() -> None:
     budget = int(2.2 * logits)
     mine, job = losses(count, budget)
     outfit, both = job.current.outfit, job.comparison()
-    assert mine == pytest.approx(plain, rel=0.02)
+    assert mine[:count] == pytest.approx(plain, rel=0.02)
     assert outfit.chunks and outfit.shares and not job.runner.deviation
     assert torch.cuda.max_memory_reserved() <= budget
     assert both.measured.device_bytes == pytest.approx(both.predicted.device_bytes, rel=0.03)

@@ -1,6 +1,8 @@
 """Live jobs on CUDA: gradients equal, the cap holds, the peak is the predicted one."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -77,3 +79,26 @@ def test_the_budget_holds_and_the_peak_is_as_predicted(name: str) -> None:
         both = job.comparison()
         assert both.measured.peak_bytes["reserved"] <= budget
         assert abs(both.peak_error) < 0.03, (both.predicted.peak_bytes, both.measured.peak_bytes)
+
+
+EARLIER_WORK = """
+import torch
+from legroom.memory.device import CudaMeter
+
+gap = torch.empty(600 << 20, dtype=torch.uint8, device="cuda")
+del gap
+rows = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
+rows @ rows
+torch.cuda.empty_cache()
+print("held before:", torch.cuda.memory_reserved() >> 20)
+CudaMeter(torch.device("cuda")).cap(256 << 20)
+print("held after:", torch.cuda.memory_reserved() >> 20)
+rows @ rows
+assert torch.cuda.memory_reserved() < 256 << 20, torch.cuda.memory_reserved()
+"""
+
+
+def test_what_libraries_hold_of_earlier_segments_is_given_back() -> None:
+    """A workspace in a gap of a large segment must not hold all of it against the budget."""
+    done = subprocess.run([sys.executable, "-c", EARLIER_WORK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

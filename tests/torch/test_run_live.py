@@ -5,6 +5,7 @@ import gc
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
+from legroom.memory.job import PRESSED
 from legroom.memory.mechanisms.entry import Dropped
 from tests.torch.nets import (
     WIDTH,
@@ -452,15 +454,34 @@ def test_a_plan_that_cannot_be_made_tighter_stays() -> None:
     """The allocator is pressed and the budget is the smallest there is: the step is not lost."""
     model, batch = stack(Mlp), rows()
     with fitted(model, "keep_all") as job:
+        last = job.meter.last
         for i in range(20):
             with job.step():
                 model(batch).sum().backward()
             model.zero_grad()
             if i == 3:
                 job.budget["device"] = job.current.plan.predicted.device_bytes
-                job.meter.pressed = lambda: True
+                job.meter.last = lambda: replace(last(), pressed=True)
                 job.meter.overhead = lambda budget: int(budget * job.meter.slack)
-        assert job.current.replans > 0 and job.current.plan.policy == "keep_all"
+        assert job.current.plan.policy == "keep_all" and job.meter.slack > PRESSED
+
+
+def test_a_plan_that_presses_the_allocator_is_not_waited_for() -> None:
+    """Two such steps are enough: the next may find no room at all. It is not the best, either."""
+    model, batch = stack(Mlp), rows()
+    with fitted(model, "keep_all") as job:
+        last, pressed = job.meter.last, True
+        job.meter.last = lambda: replace(last(), pressed=pressed)
+        seen = []
+        for _ in range(20):
+            with job.step():
+                model(batch).sum().backward()
+            model.zero_grad()
+            kind = job.current
+            if pressed and job.meter.slack:
+                seen, pressed = [kind.visits, kind.replans, kind.best], False
+    assert seen[0] <= 6 and seen[1:] == [0, None]
+    assert job.meter.slack == PRESSED and kind.best is not None
 
 
 def test_a_new_recording_leaves_old_plans_behind() -> None:
