@@ -75,6 +75,10 @@ class Meter(ABC):
         before, self.slack = self.slack, min(self.slack + share, MOST_SLACK)
         return self.slack > before
 
+    def leave(self, gap: int, budget: int) -> None:
+        """Leave the allocator room for a gap of this size, as code without a trace may need it."""
+        self.slack = max(self.slack, min(gap / budget, MOST_SLACK))
+
     @property
     def scratch(self) -> int:
         """Bytes that libraries may take for themselves in the first steps."""

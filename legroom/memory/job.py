@@ -269,16 +269,10 @@ class MemoryJob:
     def _use_recording(self, kind: Kind) -> None:
         assert self._recording is not None
         (recorder, timer, found), self._recording = self._recording, None
-        like = kind.capture.step if kind.capture is not None else None
+        like, sign = kind.capture.step if kind.capture is not None else None, kind.signature
         name_states(recorder, self.model, None)
         kind.capture = capture_real(
-            recorder,
-            timer,
-            self.model,
-            self.machine,
-            like=like,
-            blocks=self.blocks,
-            signature=kind.signature,
+            recorder, timer, self.model, self.machine, like=like, blocks=self.blocks, signature=sign
         )
         kind.capture = to_scale(kind, with_others(kind.capture, found), self.machine)
         if self.workshop is not None and like is not None:
@@ -287,6 +281,7 @@ class MemoryJob:
                 Made(kind.capture, kind.base), like, self.machine, budget, self.policy
             )
             kind.wear(made)
+            self.meter.leave(kind.unseen_bytes, self.budget["device"])
         kind.recorded, kind.best = True, None
         kind.lessons.clear()
         kind.start_anew()
@@ -342,12 +337,17 @@ class MemoryJob:
         if not isinstance(error, torch.OutOfMemoryError):
             return
         self.meter.give_way(OFF_BY)
-        if self.current is not None and self.current.recorded:
+        kind, foreseen = self.current, "no plan yet"
+        if kind is not None and kind.plan is not None:
+            foreseen = f"the plan foresaw {format_bytes(kind.plan.predicted.device_bytes)} at most"
+        if kind is not None and kind.recorded:
             with contextlib.suppress(BudgetError):
-                self._plan(self.current)
+                self._plan(kind)
+        visits = kind.visits + 1 if kind is not None else 1
         error.add_note(
-            "legroom: from the next step on the plan leaves the allocator more room; run this step "
-            "again, or give a larger budget or a smaller batch"
+            f"legroom: in step {visits} of its kind; {foreseen}. From the next step on the plan "
+            "leaves the allocator more room; run this step again, or give a larger budget or a "
+            "smaller batch"
         )
 
     # -- verify and close --------------------------------------------------------------------

@@ -222,6 +222,18 @@ class Kind:
         return sum(s.num_bytes for s in self.capture.step.storages if s.birth < 0)
 
     @property
+    def unseen_bytes(self) -> int:
+        """The largest tensor of blocks that run compiled: when it comes and goes is not known."""
+        if self.plain is None:
+            return 0
+        step, shares = self.plain.step, self.outfit.shares
+        inside = {b for b, block in enumerate(step.blocks) if block.name in shares}
+        sizes = [
+            s.num_bytes for s in step.storages if s.birth >= 0 and step.ops[s.birth].block in inside
+        ]
+        return max(sizes, default=0)
+
+    @property
     def step_s(self) -> float:
         """Median step time under the plan in force."""
         return median(m.seconds for m in self.settled)

@@ -91,7 +91,7 @@ rows = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
 rows @ rows
 torch.cuda.empty_cache()
 print("held before:", torch.cuda.memory_reserved() >> 20)
-CudaMeter(torch.device("cuda")).cap(256 << 20)
+CudaMeter(torch.device("cuda", 0)).cap(256 << 20)
 print("held after:", torch.cuda.memory_reserved() >> 20)
 rows @ rows
 assert torch.cuda.memory_reserved() < 256 << 20, torch.cuda.memory_reserved()

@@ -213,6 +213,22 @@ def test_the_peak_of_a_job_with_compiled_blocks_is_foreseen(block: type[nn.Modul
 
 
 @pytest.mark.usefixtures("compiled_only")
+def test_the_allocator_is_left_room_for_what_no_trace_shows() -> None:
+    """Where tensors inside of compiled blocks come to lie is not known; the largest must fit."""
+    model = nn.Sequential(nn.Linear(64, 64), *[Mlp() for _ in range(4)])
+    x, start = torch.randn(64, 64), Start(model)
+    with fitted(model, "auto", compile="blocks") as job:
+        steps(job, 4, start, x)
+        kind = job.current
+        assert kind is not None
+        widest = max(
+            layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear)
+        )
+        assert kind.outfit.shares and kind.unseen_bytes == len(x) * widest * 4
+        assert job.meter.slack == kind.unseen_bytes / job.budget["device"]
+
+
+@pytest.mark.usefixtures("compiled_only")
 def test_moves_do_not_change_what_compiled_blocks_compute() -> None:
     """Bit for bit the same with everything moved as with everything kept."""
     model = nn.Sequential(nn.Linear(64, 64), *[Mlp() for _ in range(4)])
