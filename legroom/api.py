@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from legroom.core.outcome import Comparison, Outcome, Point, Timeline
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
+from legroom.memory.fake import fake_device
 from legroom.memory.frontier import NUM_POINTS, frontier, next_steps
 from legroom.memory.job import MemoryJob
 from legroom.memory.kinds import Kind, Made
@@ -31,6 +33,8 @@ from legroom.views.page import write_page
 from legroom.views.table import comparison_table, costs_table, to_text
 
 Budget = str | int | Mapping[str, str | int]
+ENOUGH = 1 << 60
+"""Bytes, where there is no budget."""
 
 
 class Job(MemoryJob):
@@ -147,8 +151,7 @@ def fit(
     import legroom.memory.policies  # noqa: F401  (fills the registry)
 
     _ = POLICIES[policy]
-    if compile not in (None, "blocks"):
-        raise InputError(f'compile is "blocks" or None, not {compile!r}')
+    _check_compile(compile)
     device = model_device(model)
     _check_optimizer(model, optimizer)
     _check_cache(model)
@@ -166,6 +169,11 @@ def fit(
         lossy=lossy,
         compile_blocks=compile == "blocks",
     )
+
+
+def _check_compile(what: str | None) -> None:
+    if what not in (None, "blocks"):
+        raise InputError(f'compile is "blocks" or None, not {what!r}')
 
 
 def _check_cache(model: nn.Module) -> None:
@@ -273,14 +281,27 @@ def estimate(
     budget: Budget | None = None,
     policy: str = "auto",
     blocks: Sequence[str] | None = None,
+    compile: str | None = None,
 ) -> Outcome:
     """Peak and step time of a model on a machine, with no such machine present.
 
     The model may be on the meta device. With a budget, the outcome is that of the plan a policy
-    finds; raises BudgetError if none keeps it. Times come from the machine's rates, not from runs.
+    finds; raises BudgetError if none keeps it. With `compile="blocks"`, builds of its blocks and
+    a loss in chunks take part; what they will take is guessed from how torch cuts them. Times come
+    from the machine's rates, not from runs.
     """
     found = find_machine(machine)
-    step = trace(model, batch, machine=found, optimizer=optimizer, loss_fn=loss_fn, blocks=blocks)
+    step = trace(
+        model,
+        batch,
+        machine=found,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        blocks=blocks,
+        compile=compile,
+        budget=budget,
+        policy=policy,
+    )
     if budget is None:
         return Simulator(step, found).run([], "keep_all")
     return make_plan(step, found, machine_budget(budget, found), policy).predicted
@@ -294,18 +315,30 @@ def trace(
     optimizer: str = "adamw",
     loss_fn: LossFn | None = None,
     blocks: Sequence[str] | None = None,
+    compile: str | None = None,
+    budget: Budget | None = None,
+    policy: str = "auto",
 ) -> Step:
-    """Capture a step with fake tensors: nothing is allocated, times come from a roofline."""
+    """Capture a step with fake tensors: nothing is allocated, times come from a roofline.
+
+    With `compile="blocks"` it is the step in the builds that are best for the budget, as forecast.
+    """
     if optimizer not in STATE_RULES:
         raise UnknownName("optimizer", optimizer, STATE_RULES)
-    return capture_fake(
-        model,
-        batch,
-        loss_fn or call_with,
-        find_machine(machine),
-        optimizer=optimizer,
-        blocks=blocks,
-    ).step
+    _check_compile(compile)
+    found = find_machine(machine)
+    capture = partial(
+        capture_fake, model, batch, loss_fn or call_with, found, optimizer=optimizer, blocks=blocks
+    )
+    plain = capture()
+    if compile is None:
+        return plain.step
+    from legroom.memory.workshop import Forecaster, Workshop
+
+    workshop = Workshop(model, fake_device(found))
+    capture(visitor=Forecaster(workshop, plain.step, found))
+    limits = {"device": ENOUGH} if budget is None else machine_budget(budget, found)
+    return workshop.make(Made(plain), plain.step, found, limits, policy).capture.step
 
 
 def machine_budget(budget: Budget, machine: Machine) -> dict[str, int]:

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 
 def in_backward() -> bool:
@@ -50,3 +51,22 @@ def statistics(func: Any, args: tuple[Any, ...]) -> list[Any]:
     if places is None or not args[places[2]]:
         return []
     return [x for x in args[places[0] : places[1] + 1] if x is not None]
+
+
+_LIKE = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "_scaled_dot_product_flash_attention_backward"
+    ),
+}
+"""Ops that torch has no rule for, and those whose rule is theirs as well."""
+
+
+def count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Floating-point operations of an op; torch's rules know nothing of a dtype asked for."""
+    name = getattr(packet, "__name__", "")
+    rule = flop_registry.get(getattr(torch.ops.aten, _LIKE[name]) if name in _LIKE else packet)
+    if rule is None:
+        return 0.0
+    given = [x for x in args if not isinstance(x, torch.dtype)]
+    return float(rule(*given, **kwargs, out_val=out))

@@ -2,8 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -34,6 +35,16 @@ from legroom.memory.trace import Kind, Op, Phase, Step, Storage
 from legroom.memory.variants import with_variants
 
 LossFn = Callable[[nn.Module, Any], Tensor]
+
+
+class Visitor(Protocol):
+    """Somebody who looks on while a step is captured with fake tensors."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Around the step."""
+
+    def look(self) -> None:
+        """After it, with the model's weights still fake."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ def capture_fake(
     optimizer: str = "none",
     blocks: Sequence[str] | None = None,
     signature: str = "",
+    visitor: Visitor | None = None,
 ) -> Capture:
     """Trace forward, backward and update without allocating: times come from a roofline.
 
@@ -85,10 +97,13 @@ def capture_fake(
         kept = attributes_kept(model.modules())
         with kept, mode, _reparametrize_module(model, weights, tie_weights=True):
             recorder = Recorder(model, device, run=run_small_for_real)
-            with fake_hooks(recorder), recorder.watch_modules(), recorder:
+            watching = visitor.watching() if visitor else nullcontext()
+            with watching, fake_hooks(recorder), recorder.watch_modules(), recorder:
                 loss = loss_fn(model, inputs)
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss
+            if visitor:
+                visitor.look()
             _note_gradients(recorder, weights)
             chosen = find_blocks(recorder, blocks)
             draft = assemble_step(recorder, chosen, model=type(model).__name__, machine=machine)

@@ -18,9 +18,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook as _after_forward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from legroom.memory.ops import current_node, in_backward, is_silent, op_name, statistics
+from legroom.memory.ops import (
+    count_flops,
+    current_node,
+    in_backward,
+    is_silent,
+    op_name,
+    statistics,
+)
 from legroom.memory.saved import StorageTable, has_storage, is_ours, weight_storages
 from legroom.memory.trace import Phase
 
@@ -238,7 +244,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index, packet = len(self.ops), func._overloadpacket
         writes = self._known(out, birth=index, maker=packet.__name__)
         writes = [s for s in writes if s not in reads] + self._mutated(func, args, kwargs)
-        flops = flop_registry.get(packet)
         leaves = [x for x in tree_leaves((args, kwargs)) if x is not None]
         many = isinstance(out, tuple | list)
         generator = any(isinstance(x, torch.Generator) for x in leaves)
@@ -248,7 +253,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase=self._phase(),
             reads=reads,
             writes=writes,
-            flops=_count(flops, args, kwargs, out) if flops else 0.0,
+            flops=count_flops(packet, args, kwargs, out),
             dtype=next((_dtype(x) for x in tree_leaves(out) if isinstance(x, Tensor)), ""),
             random=torch.Tag.nondeterministic_seeded in func.tags,
             sealed=generator,
@@ -360,12 +365,6 @@ def _beyond(module: nn.Module) -> object:
     buffers = [Same(b) for b in module._buffers.values()]
     theirs: Any = np.random.get_state(legacy=True)
     return buffers, hash(random.getstate()), theirs[2], int(theirs[1][0])
-
-
-def _count(flops: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Floating-point operations; torch's rules know nothing of a dtype asked for."""
-    given = [x for x in args if not isinstance(x, torch.dtype)]
-    return float(flops(*given, **kwargs, out_val=out))
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from legroom.memory.mechanisms.recompute import Autocast, autocast_state
@@ -26,17 +27,18 @@ class Given(NamedTuple):
 
 
 class Like(NamedTuple):
-    """Stands for an argument that wants a gradient."""
+    """Stands for an argument whose numbers do not matter: it wants a gradient, or is fake."""
 
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    wants_grad: bool = True
 
     def tensor(self) -> Tensor:
         """A tensor of this form."""
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return made.normal_().requires_grad_()
+        return made.normal_().requires_grad_() if self.wants_grad else made
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ class Sample:
         """Of a call that is about to run."""
         return cls(name, module, tree_map(_stand_in, args), autocast_state(device))
 
+    def inputs(self) -> Any:
+        """(args, kwargs) again, with other numbers where gradients flow."""
+        return tree_map(
+            lambda x: x.tensor() if isinstance(x, Like | Given) else x,
+            self.args,
+            is_leaf=lambda x: isinstance(x, Like | Given),
+        )
+
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:
         """Autocast as in the step."""
@@ -67,6 +77,6 @@ class Sample:
 def _stand_in(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if not leaf.requires_grad and has_storage(leaf):
+    if not leaf.requires_grad and has_storage(leaf) and not isinstance(leaf, FakeTensor):
         return Given(ViewOf.of(leaf), flat_bytes(leaf).to("cpu", copy=True), leaf.device)
-    return Like(leaf.size(), leaf.stride(), leaf.dtype, leaf.device)
+    return Like(leaf.size(), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)

@@ -22,7 +22,7 @@ from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
 from legroom.memory.mechanisms.attributes import attributes_kept
 from legroom.memory.mechanisms.compiled import Compiler, can_compile
 from legroom.memory.memo import Memo
-from legroom.memory.sample import Given, Like, Sample
+from legroom.memory.sample import Sample
 from legroom.memory.saved import (
     StorageTable,
     is_ours,
@@ -163,13 +163,6 @@ class Trial:
             host_s=host_s,
         )
 
-    def _inputs(self) -> Any:
-        return tree_map(
-            lambda x: x.tensor() if isinstance(x, Like | Given) else x,
-            self.sample.args,
-            is_leaf=lambda x: isinstance(x, Like | Given),
-        )
-
     def _there(self, given: Any) -> list[Tensor]:
         args, kwargs = given
         with self.sample.casting(), torch.enable_grad():
@@ -182,7 +175,7 @@ class Trial:
         return [x for x in found if x is not None]
 
     def _run(self) -> None:
-        given = self._inputs()
+        given = self.sample.inputs()
         results = self._there(given)
         self._back(given, results, [torch.ones_like(x) for x in results])
 
@@ -193,7 +186,7 @@ class Trial:
         """
         saved, watch = _Saved(self.device, self.weights), Watch(self.device)
         with watch.session():
-            leaves = self._inputs()
+            leaves = self.sample.inputs()
             given = tree_map(lambda x: x.clone() if _wants_grad(x) else x, leaves)
             with watch.stretch() as there, saved.hooks():
                 results = self._there(given)
@@ -226,7 +219,7 @@ class Trial:
 
     def _time(self, host_s: float) -> tuple[float, float, float]:
         """Seconds there and back, and of the host for both: medians of rounds in a row."""
-        given = self._inputs()
+        given = self.sample.inputs()
         clock = CudaClock(ROUNDS * host_s) if self.device.type == "cuda" else CpuClock()
         for _ in range(ROUNDS):
             clock.mark()

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from legroom.core.errors import BudgetError, InputError
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
 from legroom.memory.builds import SAME, Build, Pace
+from legroom.memory.forecast import forecast, forecast_loss
 from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
 from legroom.memory.mechanisms.compiled import Compiler, allow_shapes, can_compile
@@ -24,7 +25,7 @@ from legroom.memory.profile import Capture
 from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
 from legroom.memory.trace import Step
-from legroom.memory.trial import Found, Way, build_ways, try_all
+from legroom.memory.trial import SHARES, Found, Way, build_ways, try_all
 from legroom.nn.head import Head, find_head
 
 log = logging.getLogger("legroom")
@@ -36,6 +37,21 @@ CHUNKS = (8, 1, 32, 4, 16, 2)
 """Of the loss of a language model."""
 MANY = 32
 """Chunks to begin with where logits in full do not fit."""
+
+
+class Forecaster:
+    """Fills a workshop with forecasts while a step is captured with fake tensors."""
+
+    def __init__(self, workshop: "Workshop", step: Step, machine: Machine) -> None:
+        self.workshop, self.step, self.machine = workshop, step, machine
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Take samples of its blocks."""
+        return self.workshop.sampling(self.step)
+
+    def look(self) -> None:
+        """Forecast what builds of them will take."""
+        self.workshop.expect(self.step, self.machine)
 
 
 class Workshop:
@@ -164,13 +180,25 @@ class Workshop:
             found = try_all(self.model, self.device, subjects, TRIAL_S, remember)
             for (sample, _), builds in zip(subjects, found, strict=True):
                 _log(sample, builds)
-            by_group = dict(zip(groups, found, strict=False))
-            self._tried[like.signature] = tried = {
-                (b.module, b.call): by_group[b.group] for b in like.blocks if b.group in by_group
-            }
-            if len(found) > len(groups):
-                tried[self.head_path, CALL] = found[-1]
+            self._file(like, dict(zip(groups, found, strict=False)), found[len(groups) :])
         return self._tried.get(like.signature, {})
+
+    def expect(self, like: Step, machine: Machine) -> None:
+        """Count on builds as they are forecast, for a step that was sampled with fake tensors."""
+        samples, loss = self._samples.pop(like.signature, {}), []
+        found = {group: forecast(sample, SHARES, machine) for group, sample in samples.items()}
+        if self.head is not None and like.signature in self._losses and not self._looks:
+            sample = self._losses.pop(like.signature)
+            ways = [(k, _in_chunks(k)) for k in CHUNKS]
+            loss.append(forecast_loss(sample, self.head.head, ways, machine))
+        self._file(like, found, loss)
+
+    def _file(self, like: Step, by_group: Mapping[int, Found], loss: Sequence[Found]) -> None:
+        self._tried[like.signature] = tried = {
+            (b.module, b.call): by_group[b.group] for b in like.blocks if b.group in by_group
+        }
+        if loss:
+            tried[self.head_path, CALL] = loss[0]
 
     def _loss_subject(self, signature: str) -> list[tuple[Sample, Iterator[Way]]]:
         sample, head = self._losses.pop(signature, None), self.head
