@@ -19,7 +19,8 @@ from legroom.memory.plan import Plan
 from legroom.memory.trace import Step
 
 if TYPE_CHECKING:
-    from legroom.api import Job, estimate, fit, trace, verify
+    from legroom.ahead import estimate, trace
+    from legroom.api import Job, fit, verify
     from legroom.machine.probe import probe
     from legroom.memory.planner import make_plan
     from legroom.memory.verify import Verdict
@@ -29,11 +30,11 @@ __version__ = "0.1.0"
 _LAZY = {
     "Job": "legroom.api",
     "Verdict": "legroom.memory.verify",
-    "estimate": "legroom.api",
+    "estimate": "legroom.ahead",
     "fit": "legroom.api",
     "make_plan": "legroom.memory.planner",
     "probe": "legroom.machine.probe",
-    "trace": "legroom.api",
+    "trace": "legroom.ahead",
     "verify": "legroom.api",
 }
 """Names that need torch or a solver, imported on first use so that `import legroom` is fast."""

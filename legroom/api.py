@@ -1,8 +1,7 @@
-"""The public functions: fit, estimate, trace, verify."""
+"""The public functions for a job that runs: fit and verify."""
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,24 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from legroom.core.errors import InputError, StepError, UnknownName
-from legroom.core.outcome import Comparison, Outcome, Point, Timeline
+from legroom.ahead import Budget, call_with, check_compile
+from legroom.core.errors import InputError, StepError
+from legroom.core.outcome import Comparison, Point, Timeline
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.probe import cached_probe
 from legroom.machine.spec import Machine, find_machine
-from legroom.memory.fake import fake_device
 from legroom.memory.frontier import NUM_POINTS, frontier, next_steps
 from legroom.memory.job import MemoryJob
 from legroom.memory.kinds import Kind, Made
 from legroom.memory.plan import Plan
 from legroom.memory.planner import POLICIES, make_plan
-from legroom.memory.profile import STATE_RULES, LossFn, capture_fake, stand_in_loss
+from legroom.memory.profile import LossFn
 from legroom.memory.simulate import Simulator
 from legroom.memory.timeline import predicted_timeline
-from legroom.memory.trace import Step
 from legroom.memory.verify import Verdict
 from legroom.views.blocks import blocks_table
 from legroom.views.page import write_page
 from legroom.views.table import comparison_table, costs_table, to_text
-
-Budget = str | int | Mapping[str, str | int]
-ENOUGH = 1 << 60
-"""Bytes, where there is no budget."""
 
 
 class Job(MemoryJob):
@@ -151,7 +145,7 @@ def fit(
     import legroom.memory.policies  # noqa: F401  (fills the registry)
 
     _ = POLICIES[policy]
-    _check_compile(compile)
+    check_compile(compile)
     device = model_device(model)
     _check_optimizer(model, optimizer)
     _check_cache(model)
@@ -169,11 +163,6 @@ def fit(
         lossy=lossy,
         compile_blocks=compile == "blocks",
     )
-
-
-def _check_compile(what: str | None) -> None:
-    if what not in (None, "blocks"):
-        raise InputError(f'compile is "blocks" or None, not {what!r}')
 
 
 def _check_cache(model: nn.Module) -> None:
@@ -269,102 +258,6 @@ def _default_limits(machine: Machine, device: torch.device, disk_dir: str | None
     if disk is not None and (disk_dir is not None or device.type == "cpu"):
         limits["disk"] = (disk.num_bytes - disk.reserve_bytes) // 2
     return limits
-
-
-def estimate(
-    model: nn.Module,
-    batch: Any,
-    *,
-    machine: str | Path | Machine,
-    optimizer: str = "adamw",
-    loss_fn: LossFn | None = None,
-    budget: Budget | None = None,
-    policy: str = "auto",
-    blocks: Sequence[str] | None = None,
-    compile: str | None = None,
-) -> Outcome:
-    """Peak and step time of a model on a machine, with no such machine present.
-
-    The model may be on the meta device. With a budget, the outcome is that of the plan a policy
-    finds; raises BudgetError if none keeps it. With `compile="blocks"`, builds of its blocks and
-    a loss in chunks take part; what they will take is guessed from how torch cuts them. Times come
-    from the machine's rates, not from runs.
-    """
-    found = find_machine(machine)
-    step = trace(
-        model,
-        batch,
-        machine=found,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        blocks=blocks,
-        compile=compile,
-        budget=budget,
-        policy=policy,
-    )
-    if budget is None:
-        return Simulator(step, found).run([], "keep_all")
-    return make_plan(step, found, machine_budget(budget, found), policy).predicted
-
-
-def trace(
-    model: nn.Module,
-    batch: Any,
-    *,
-    machine: str | Path | Machine,
-    optimizer: str = "adamw",
-    loss_fn: LossFn | None = None,
-    blocks: Sequence[str] | None = None,
-    compile: str | None = None,
-    budget: Budget | None = None,
-    policy: str = "auto",
-) -> Step:
-    """Capture a step with fake tensors: nothing is allocated, times come from a roofline.
-
-    With `compile="blocks"` it is the step in the builds that are best for the budget, as forecast.
-    """
-    if optimizer not in STATE_RULES:
-        raise UnknownName("optimizer", optimizer, STATE_RULES)
-    _check_compile(compile)
-    found = find_machine(machine)
-    capture = partial(
-        capture_fake, model, batch, loss_fn or call_with, found, optimizer=optimizer, blocks=blocks
-    )
-    plain = capture()
-    if compile is None:
-        return plain.step
-    from legroom.memory.workshop import Forecaster, Workshop
-
-    workshop = Workshop(model, fake_device(found))
-    capture(visitor=Forecaster(workshop, plain.step, found))
-    limits = {"device": ENOUGH} if budget is None else machine_budget(budget, found)
-    return workshop.make(Made(plain), plain.step, found, limits, policy).capture.step
-
-
-def machine_budget(budget: Budget, machine: Machine) -> dict[str, int]:
-    """Bytes per tier for a plan on a machine that need not be present."""
-    given = dict(budget) if isinstance(budget, Mapping) else {"device": budget}
-    limits = {t.name: t.num_bytes - t.reserve_bytes for t in machine.tiers}
-    for tier, value in given.items():
-        if tier not in limits:
-            raise InputError(f"{machine.name} has no tier {tier!r}; it has {', '.join(limits)}")
-        if value != "auto":
-            size = parse_bytes(value)
-            if size > limits[tier]:
-                raise InputError(
-                    f"the {tier} budget of {format_bytes(size)} is larger than {machine.name}'s "
-                    f"{format_bytes(limits[tier])}"
-                )
-            limits[tier] = size
-    return limits
-
-
-def call_with(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Call a model the way its batch suggests, and take its loss (or a sum of its outputs)."""
-    if isinstance(batch, Mapping):
-        return stand_in_loss(model, ((), dict(batch)))
-    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    return stand_in_loss(model, (args, {}))
 
 
 def verify(

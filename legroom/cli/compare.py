@@ -61,7 +61,7 @@ def compare(
 
         legroom compare trace.json --budget 120MiB --policies auto,every_nth
     """
-    from legroom.api import machine_budget
+    from legroom.ahead import machine_budget
     from legroom.memory.simulate import Simulator
 
     names = _names(policies)

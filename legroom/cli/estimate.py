@@ -8,9 +8,10 @@ from rich import box
 from rich.table import Table
 
 from legroom.cli.answer import Answer, progress, verb
-from legroom.cli.jobs import build, check_policy, machine_or_this, trace_job
+from legroom.cli.jobs import PlanFor, build, check_policy, machine_or_this, plans_of
 from legroom.cli.options import (
     AsJson,
+    CompileWhat,
     JobName,
     OptimizerName,
     PolicyName,
@@ -39,6 +40,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     budget: dict[str, int]
     unlimited: Outcome
     planned: Outcome | None = None
+    how: str = ""
     why_not: str = ""
 
 
@@ -60,6 +62,7 @@ def estimate(
     policy: PolicyName = "auto",
     optimizer: OptimizerName = "adamw",
     sizes: Sizes = None,
+    compile_what: CompileWhat = None,
     as_json: AsJson = False,
 ) -> Answer:
     """Say whether a job fits and how fast it is, with no such card present.
@@ -72,6 +75,10 @@ def estimate(
     Your own model, and how it does in half the memory:
 
         legroom estimate train.py:job -m rtx4090 --budget 12GiB --set batch=8
+
+    The same with its blocks compiled:
+
+        legroom estimate train.py:job -m rtx4090 --budget 12GiB --compile blocks
     """
     check_policy(policy)
     wanted = None if budget is None else read_budget(budget)
@@ -80,25 +87,33 @@ def estimate(
     rows = []
     with progress("estimating", len(machines)) as advance:
         for found in machines:
-            rows.append(_row(trace_job(made, found, optimizer), found, wanted, policy))
+            plans = plans_of(made, found, optimizer, compile_what)
+            rows.append(_row(*plans, found, wanted, policy, compile_what is not None))
             advance(found.name)
     fits = any(row.fits != NO for row in rows)
     document = {"job": job, "policy": policy, "optimizer": optimizer, "fits": fits}
     return Answer(document | {"machines": rows}, [_table(job, rows), *_notes(rows)], fits)
 
 
-def _row(step: "Step", machine: Machine, budget: str | dict[str, str] | None, policy: str) -> Row:
-    from legroom.api import machine_budget
-    from legroom.memory.planner import make_plan
+def _row(
+    step: "Step",
+    plan_for: PlanFor,
+    machine: Machine,
+    budget: str | dict[str, str] | None,
+    policy: str,
+    compiled: bool,
+) -> Row:
+    from legroom.ahead import machine_budget
     from legroom.memory.simulate import Simulator
 
     limits = machine_budget("auto" if budget is None else budget, machine)
     unlimited = Simulator(step, machine).run([], "keep_all")
-    fits, planned, why_not = AS_IT_IS, None, ""
-    if budget is not None or unlimited.device_bytes > limits["device"]:
+    fits, planned, how, why_not = AS_IT_IS, None, "", ""
+    if budget is not None or compiled or unlimited.device_bytes > limits["device"]:
         fits = AS_IT_IS if unlimited.device_bytes <= limits["device"] else PLANNED
         try:
-            planned = make_plan(step, machine, limits, policy).predicted
+            plan = plan_for(limits, policy)
+            planned, how = plan.predicted, plan.why
         except BudgetError as error:
             fits, why_not = NO, str(error)
     return Row(
@@ -107,6 +122,7 @@ def _row(step: "Step", machine: Machine, budget: str | dict[str, str] | None, po
         budget=limits,
         unlimited=unlimited,
         planned=planned,
+        how=how,
         why_not=why_not,
     )
 
@@ -141,5 +157,7 @@ def _notes(rows: list[Row]) -> list[str]:
     parts = sorted(first.peak_parts.items(), key=lambda part: -part[1])
     made_of = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)
     notes = [f"The peak as it is: {made_of}; at {first.peak_at}."]
-    notes += [f"{row.machine}: {row.why_not}" for row in rows if row.why_not]
+    for row in rows:
+        if row.planned or row.why_not:
+            notes.append(f"{row.machine}: {row.why_not or row.how + '.'}")
     return [*notes, "Times come from each machine's rates, not from runs."]

@@ -12,6 +12,7 @@ from legroom.cli.jobs import build, check_policy, make_optimizer, pick_device
 from legroom.cli.options import (
     AsJson,
     BudgetText,
+    CompileWhat,
     DeviceName,
     JobName,
     MachineName,
@@ -51,10 +52,7 @@ def fit(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare all gradients with those of a plain step.")
     ] = False,
-    compile_what: Annotated[
-        str | None,
-        typer.Option("--compile", help="blocks: compile each block on its own, as the plan says."),
-    ] = None,
+    compile_what: CompileWhat = None,
     show_frontier: Annotated[
         bool,
         typer.Option("--frontier", help="Only print what each budget would give; train nothing."),
@@ -87,13 +85,10 @@ def fit(
     import legroom
 
     check_policy(policy)
-    if show_frontier and (budget != "auto" or compile_what):
-        raise InputError(
-            "--frontier plans eager steps for one budget after the other: leave --budget and "
-            "--compile out; job.frontier() and the page of a compiled job have its own"
-        )
+    if show_frontier and budget != "auto":
+        raise InputError("--frontier plans for one budget after the other: leave --budget out")
     if show_frontier:
-        return frontier_answer(job, machine, policy, optimizer, read_sizes(sizes))
+        return frontier_answer(job, machine, policy, optimizer, read_sizes(sizes), compile_what)
     target = pick_device(device)
     example = build(job, target, read_sizes(sizes))
     training = Training(example, make_optimizer(optimizer, example.model), target)

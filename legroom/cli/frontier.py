@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from legroom.cli.answer import Answer, progress
-from legroom.cli.jobs import build, machine_or_this, trace_job
+from legroom.cli.jobs import build, machine_or_this, plans_of
 from legroom.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -11,22 +11,26 @@ if TYPE_CHECKING:
 
 
 def frontier_answer(
-    job: str, machine: str | None, policy: str, optimizer: str, sizes: dict[str, Any]
+    job: str,
+    machine: str | None,
+    policy: str,
+    optimizer: str,
+    sizes: dict[str, Any],
+    compile_what: str | None = None,
 ) -> Answer:
     """Budgets from the smallest that works to one that needs no plan, each planned."""
-    from legroom.api import machine_budget
+    from legroom.ahead import machine_budget
     from legroom.memory.frontier import NUM_POINTS, frontier
-    from legroom.memory.planner import make_plan
     from legroom.memory.simulate import Simulator
     from legroom.views.budgets import budgets_table
 
     found = machine_or_this(machine)
-    step = trace_job(build(job, "meta", sizes), found, optimizer)
+    step, plan_for = plans_of(build(job, "meta", sizes), found, optimizer, compile_what)
     limits = machine_budget("auto", found)
     natural = Simulator(step, found).run([], "keep_all")
 
     def plan_at(limit: int) -> "Plan":
-        return make_plan(step, found, {**limits, "device": limit}, policy, quick=True)
+        return plan_for({**limits, "device": limit}, policy, quick=True)
 
     points = []
     with progress("planning", NUM_POINTS) as advance:

@@ -1,7 +1,11 @@
 """Make the job a command names: model, batches, loss, optimizer, and the machine to plan for."""
 
 import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from legroom.core.errors import InputError, LegroomError, UnknownName
 from legroom.machine.spec import Machine, find_machine
@@ -10,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from legroom.examples import Builder, Job
+    from legroom.memory.plan import Plan
     from legroom.memory.trace import Step
 
 LEARNING_RATE = 1e-3
@@ -111,11 +116,38 @@ def machine_or_this(name: str | None) -> Machine:
 
 def trace_job(job: "Job", machine: Machine, optimizer: str) -> "Step":
     """The job's step on a machine, captured with fake tensors."""
-    from legroom.api import trace
+    from legroom.ahead import trace
 
     return trace(
         job.model, job.make_batch(seed=0), machine=machine, optimizer=optimizer, loss_fn=job.loss_fn
     )
+
+
+PlanFor = Callable[..., "Plan"]
+"""The plan for a budget by a policy."""
+
+
+def plans_of(
+    job: "Job", machine: Machine, optimizer: str, compile_what: str | None
+) -> tuple["Step", PlanFor]:
+    """The job's step as it is, and what plans it for a budget, compiled if that is asked for."""
+    from legroom.ahead import check_compile, fake_capture, forecaster
+    from legroom.memory.planner import make_plan
+
+    check_compile(compile_what)
+    capture = fake_capture(job.model, job.make_batch(seed=0), machine, optimizer, job.loss_fn)
+    if compile_what is None:
+        step = capture().step
+        return step, partial(make_plan, step, machine)
+    found = forecaster(job.model, capture, machine)
+
+    def plan(budget: Mapping[str, int], policy: str, quick: bool = False) -> "Plan":
+        made = found.made(budget, policy)
+        plan = make_plan(made.capture.step, machine, budget, policy, quick=quick)
+        how = f"{made.outfit}; " if made.outfit.changes else ""
+        return msgspec.structs.replace(plan, why=how + plan.why)
+
+    return found.plain.step, plan
 
 
 def check_policy(name: str) -> None:

@@ -51,6 +51,10 @@ Sizes = Annotated[
         "--set", metavar="KEY=VALUE", help="A keyword of the job's function: --set batch=4."
     ),
 ]
+CompileWhat = Annotated[
+    str | None,
+    typer.Option("--compile", help="blocks: compile each block on its own, as the plan says."),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
 ]

@@ -19,7 +19,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from legroom.api import Budget, Job
+from legroom.ahead import Budget
+from legroom.api import Job
 from legroom.integrations.steps import JobSteps, log
 
 try:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from legroom.api import Budget, Job
+from legroom.ahead import Budget
+from legroom.api import Job
 from legroom.core.errors import InputError, UnknownName
 from legroom.integrations.steps import JobSteps, log
 

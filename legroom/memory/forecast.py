@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.lowering  # decompositions look for it
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._inductor.decomposition import select_decomp_table
@@ -25,6 +26,7 @@ from legroom.memory.mechanisms.compiled import Partitioner
 from legroom.memory.ops import count_flops, is_silent
 from legroom.memory.roofline import op_time
 from legroom.memory.sample import Sample
+from legroom.memory.saved import SMALL_BYTES
 from legroom.memory.trial import worth_having
 
 JOINED = {
@@ -132,7 +134,8 @@ def _forecasts(
         run, fw_compiler=_never, partition_fn=cut, decompositions=select_decomp_table()
     )
     try:
-        with sample.casting(), torch.enable_grad():
+        with sample.casting(), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own
             traced(*weights.values(), *tensors)
     except _Cut:
         pass
@@ -177,10 +180,9 @@ def _saves(
     sizes: list[int] = []
     dtypes: list[str] = []
     saves: list[Save] = []
-    saved = [n for n in there.outputs[num_outputs:] if isinstance(n, Node) and _size(n)]
-    for node in saved:
-        root = there.root(node)
-        if root in weights:
+    for node in there.outputs[num_outputs:]:
+        root = there.root(node) if isinstance(node, Node) else None
+        if root is None or root in weights or _size(root) <= SMALL_BYTES:
             continue
         if root not in known:
             known[root] = (OWN, len(sizes))
@@ -307,12 +309,14 @@ def _name(node: Node) -> str:
 
 def _shows(node: Node) -> bool:
     """Whether a node shows another one's memory in some other form."""
+    if _is_part(node):
+        return _shows(node.all_input_nodes[0])
     return isinstance(node.target, torch._ops.OpOverload) and is_silent(node.target)
 
 
 def _alone(node: Node) -> bool:
     """Whether a node is a kernel of its own."""
-    if node.op != "call_function" or _shows(node) or _is_part(node):
+    if node.op != "call_function" or _is_part(node) or _shows(node):
         return False
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise not in tags and _name(node) not in JOINED | SPARSE

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from legroom.core.errors import BudgetError, InputError
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
 from legroom.memory.builds import SAME, Build, Pace
+from legroom.memory.fake import fake_device
 from legroom.memory.forecast import forecast, forecast_loss
 from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
@@ -31,6 +33,8 @@ from legroom.nn.head import Head, find_head
 log = logging.getLogger("legroom")
 Tried = dict[tuple[str, int], Found]
 """By module and call, the builds of a block with their shares."""
+Rank = tuple[float, int]
+"""Step time under a plan; without one, how many bytes are missing for it."""
 TRIAL_S = 60.0
 """Time to try builds; what was not tried by then stays as it is."""
 CHUNKS = (8, 1, 32, 4, 16, 2)
@@ -40,18 +44,23 @@ MANY = 32
 
 
 class Forecaster:
-    """Fills a workshop with forecasts while a step is captured with fake tensors."""
+    """Forecasts builds for a step on a machine that is not there, and chooses among them."""
 
-    def __init__(self, workshop: "Workshop", step: Step, machine: Machine) -> None:
-        self.workshop, self.step, self.machine = workshop, step, machine
+    def __init__(self, model: nn.Module, plain: Capture, machine: Machine) -> None:
+        self.plain, self.machine = plain, machine
+        self.workshop = Workshop(model, fake_device(machine))
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Take samples of its blocks."""
-        return self.workshop.sampling(self.step)
+        """Take samples of the blocks while the step is captured with fake tensors."""
+        return self.workshop.sampling(self.plain.step)
 
     def look(self) -> None:
         """Forecast what builds of them will take."""
-        self.workshop.expect(self.step, self.machine)
+        self.workshop.expect(self.plain.step, self.machine)
+
+    def made(self, budget: Mapping[str, int], policy: str) -> Made:
+        """The step in the builds that are best for a budget."""
+        return self.workshop.make(Made(self.plain), self.plain.step, self.machine, budget, policy)
 
 
 class Workshop:
@@ -121,13 +130,13 @@ class Workshop:
         tried = {k: [(n, b.at(pace)) for n, b in found] for k, found in tried.items()}
         capture = rescaled(captured.capture, pace.ops, captured.capture.step.host_s * pace.host)
         captured = captured._replace(capture=capture)
-        best, best_s = captured, _planned_s(capture.step, machine, budget, policy)
+        best, best_rank = captured, _rank(capture.step, machine, budget, policy)
         for step in self._steps(capture.step, tried):
             options = self._options(step, tried)
             for made in mixes(step, machine, budget["device"], options) if options else ():
-                seconds = _planned_s(made.step, machine, budget, policy)
-                if seconds < best_s:
-                    best, best_s = self._made(captured, made, tried), seconds
+                rank = _rank(made.step, machine, budget, policy)
+                if rank < best_rank:
+                    best, best_rank = self._made(captured, made, tried), rank
         return best._replace(seconds=took_s)
 
     def remake(self, kind: Kind, machine: Machine, budget: Mapping[str, int], policy: str) -> None:
@@ -232,11 +241,11 @@ class Workshop:
         return done and (self.head.chunks if self.head is not None else 0) == outfit.chunks
 
 
-def _planned_s(step: Step, machine: Machine, budget: Mapping[str, int], policy: str) -> float:
+def _rank(step: Step, machine: Machine, budget: Mapping[str, int], policy: str) -> Rank:
     try:
-        return make_plan(step, machine, budget, policy, quick=True).predicted.step_s
-    except BudgetError:
-        return float("inf")
+        return make_plan(step, machine, budget, policy, quick=True).predicted.step_s, 0
+    except BudgetError as error:
+        return math.inf, error.missing_bytes
 
 
 def _price(build: Build, fastest: Build) -> str:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "legroom").rglob("*.py"))
 
 MAY_IMPORT_TORCH = (
+    "legroom/ahead.py",
     "legroom/api.py",
     "legroom/examples/*",
     "legroom/integrations/*",
@@ -21,6 +22,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/assemble.py",
     "legroom/memory/device.py",
     "legroom/memory/fake.py",
+    "legroom/memory/forecast.py",
     "legroom/memory/job.py",
     "legroom/memory/calibrate.py",
     "legroom/memory/escape.py",
@@ -50,8 +52,15 @@ FORBIDDEN = {
     "legroom/memory/policies/*": ("legroom.memory.mechanisms", "legroom.memory.run"),
     "legroom/memory/simulate*.py": ("legroom.memory.mechanisms", "legroom.memory.run"),
     "legroom/memory/mechanisms/*": ("legroom.memory.policies", "legroom.memory.simulate"),
-    "legroom/memory/*": ("legroom.api", "legroom.cli", "legroom.integrations", "legroom.views"),
+    "legroom/memory/*": (
+        "legroom.ahead",
+        "legroom.api",
+        "legroom.cli",
+        "legroom.integrations",
+        "legroom.views",
+    ),
     "legroom/machine/*": (
+        "legroom.ahead",
         "legroom.api",
         "legroom.cli",
         "legroom.integrations",

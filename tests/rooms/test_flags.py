@@ -9,7 +9,16 @@ from legroom.cli.app import app
 FLAGS = {
     "": ["--version"],
     "probe": ["--device", "--directory", "--quick", "--save", "--json"],
-    "estimate": ["JOB", "--machine", "--budget", "--policy", "--optimizer", "--set", "--json"],
+    "estimate": [
+        "JOB",
+        "--machine",
+        "--budget",
+        "--policy",
+        "--optimizer",
+        "--set",
+        "--compile",
+        "--json",
+    ],
     "fit": [
         "JOB",
         "--budget",

@@ -251,8 +251,16 @@ def test_the_frontier_is_printed_without_training(cpu: list[str]) -> None:
     assert len(times) > 2 and times[0] >= times[-1] == found["unlimited"]["step_s"]
     assert all(p["peak_bytes"] <= p["budget_bytes"] for p in found["frontier"])
     assert "against no limit" in call("fit", *JOB, *cpu, "--frontier").stdout
-    for other in (("--budget", "1MiB"), ("--compile", "blocks")):
-        assert "leave --budget and --compile out" in refusal("fit", *JOB, "--frontier", *other)
+    assert "leave --budget out" in refusal("fit", *JOB, "--frontier", "--budget", "1MiB")
+
+
+def test_compiled_blocks_are_foreseen_without_training(cpu: list[str]) -> None:
+    found = answer("fit", *JOB, *cpu, "--frontier", "--compile", "blocks")
+    assert any("blocks compiled (" in point["why"] for point in found["frontier"])
+    row = answer("estimate", *JOB, *cpu, "--compile", "blocks")["machines"][0]
+    assert "blocks compiled (" in row["how"]
+    assert row["planned"]["step_s"] < row["unlimited"]["step_s"]
+    assert '"blocks" or None' in refusal("estimate", *JOB, *cpu, "--compile", "model")
 
 
 # -- fit, and what it leaves ---------------------------------------------------------------------

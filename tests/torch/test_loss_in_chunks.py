@@ -26,13 +26,13 @@ def _cut_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setattr("legroom.memory.trial.SHARES", (1.0, 0.0))
     monkeypatch.setattr(workshop, "CHUNKS", (2, 8))
-    plain = workshop._planned_s
+    plain = workshop._rank
 
-    def seconds(step: Step, *args: Any) -> float:
+    def rank(step: Step, *args: Any) -> workshop.Rank:
         here = any(block.build and block.module == "lm_head" for block in step.blocks)
-        return plain(step, *args) if here else float("inf")
+        return plain(step, *args) if here else (float("inf"), 1 << 62)
 
-    monkeypatch.setattr(workshop, "_planned_s", seconds)
+    monkeypatch.setattr(workshop, "_rank", rank)
 
 
 class Loop:
