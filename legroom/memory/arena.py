@@ -49,7 +49,11 @@ NOWHERE = Placement((), 0)
 def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
     """The best of some splits of what a limit leaves beside the tensors that are always there."""
     room = limit - sum(s.num_bytes for s in simulator.step.storages if s.birth < 0)
-    events = _events(list(stays(simulator, actions)))
+    return arrange(_events(list(stays(simulator, actions))), room)
+
+
+def arrange(events: Sequence[Event], room: int) -> Placement:
+    """The best of some splits of a room for what comes and goes in it."""
     large = [event for event in events if event[2] > SMALL_BYTES]
     room = (room - _most(e for e in events if e[2] <= SMALL_BYTES)) // ROUND_BYTES * ROUND_BYTES
     over = _most(large) - room

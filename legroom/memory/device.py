@@ -5,7 +5,7 @@ import itertools
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,8 @@ from torch import nn
 
 from legroom.core.errors import StepError
 from legroom.core.outcome import Timeline
+from legroom.memory.arena import MAX_STRETCHES, Event, Placement, arrange
+from legroom.memory.history import recorded
 from legroom.memory.timers import memory_reports, reports_peak, timing_event
 
 MAX_POINTS = 1500
@@ -90,8 +92,11 @@ class Meter(ABC):
         return False
 
     @abstractmethod
-    def make_room(self, stretches: Sequence[int]) -> None:
-        """Take memory at once, in stretches kept apart, the largest last; none: leave it be."""
+    def make_room(self, placement: Placement) -> Placement:
+        """Take memory at once, in stretches kept apart, the largest last; none: leave it be.
+
+        What the placement is from now on: once a step has run, it may be known better.
+        """
 
     @abstractmethod
     def cap(self, limit: int) -> None:
@@ -143,8 +148,9 @@ class CpuMeter(Meter):
             bytes_by_kind={"measured": tuple(int(levels[i]) for i in spots)},
         )
 
-    def make_room(self, stretches: Sequence[int]) -> None:
+    def make_room(self, placement: Placement) -> Placement:
         """The CPU's allocator is left alone."""
+        return placement
 
     def cap(self, limit: int) -> None:
         """The CPU's allocator takes no cap."""
@@ -167,6 +173,10 @@ class CudaMeter(Meter):
         self._walls: list[torch.Tensor] = []
         self._room: tuple[int, ...] = ()
         self._given: dict[tuple[int, ...], int] = {}
+        self._real: set[tuple[int, ...]] = set()
+        """Rooms made by what a step asked for."""
+        self._watched, self._mapped = False, 0
+        self._asked: list[Event] = []
         self._retries = 0
         self._host_s = 0.0
         self._begin, self._end = timing_event(), timing_event()
@@ -176,9 +186,13 @@ class CudaMeter(Meter):
         """Measure one step."""
         torch.cuda.reset_peak_memory_stats(self.device)
         self._begin, self._end = timing_event(), timing_event()
+        watched, self._watched = self._watched, False
+        asked: list[Event] = []
         self._begin.record()
         start = time.perf_counter()
-        yield
+        with recorded(self.device, asked) if watched else contextlib.nullcontext():
+            yield
+        self._asked = asked
         self._host_s = time.perf_counter() - start
         self._end.record()
 
@@ -217,18 +231,23 @@ class CudaMeter(Meter):
         """Whether stretches that were mapped once stay so."""
         return self._grows
 
-    def make_room(self, stretches: Sequence[int]) -> None:
+    def make_room(self, placement: Placement) -> Placement:
         """Map memory for all of a step, in stretches, and leave them to the allocator.
+
+        The first step in them is recorded, and the stretches are made anew by what it really asked
+        for, if that finds room in them.
 
         [Note: room] A growing segment is refused at the cap as if all of a new block were new
         memory, even where most of it is mapped already; the allocator then gives all free memory
         back and maps it again, every step. With the whole room mapped it never has to grow.
         """
-        wanted = tuple(stretches)
-        times = self._given.get(wanted, 0)
-        if not self._grows or wanted in ((), self._room) or times == MOST_TIMES:
-            return
-        self._room, self._given[wanted] = wanted, times + 1
+        placement = self._learned(placement)
+        stretches = placement.stretches
+        times = self._given.get(stretches, 0)
+        if not self._grows or stretches in ((), self._room) or times == MOST_TIMES:
+            return placement
+        self._room, self._given[stretches] = stretches, times + 1
+        self._watched = stretches not in self._real
         self._walls.clear()
         torch.cuda.empty_cache()
         sizes = [*stretches[:-1], self._limit - MARGIN - sum(stretches[:-1])]
@@ -240,7 +259,20 @@ class CudaMeter(Meter):
             for size in sizes:
                 blocks.append(torch.empty(max(size, 0), dtype=torch.uint8, device=self.device))
                 self._walls.append(torch.empty(WALL, dtype=torch.uint8, device=self.device))
+        self._mapped = sum(map(len, blocks))
         self._retries = int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
+        return placement
+
+    def _learned(self, placement: Placement) -> Placement:
+        """The same, or what suits better what the last step asked for."""
+        asked, self._asked = self._asked, []
+        if not asked or placement.stretches != self._room:
+            return placement
+        real = arrange(asked, self._mapped - MAX_STRETCHES * WALL)
+        if real.missing_bytes:
+            return placement
+        self._real.add(real.stretches)
+        return real
 
     def cap(self, limit: int) -> None:
         """Cap reserved memory, and keep the allocator from breaking its segments up."""

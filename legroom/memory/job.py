@@ -223,7 +223,7 @@ class MemoryJob:
             if lanes is not None:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
-        self.meter.make_room(kind.placement.stretches)
+        kind.placement = self.meter.make_room(kind.placement)
         self._refused = not self._place(kind.outfit)
 
     def _place(self, outfit: Outfit) -> bool:

@@ -23,6 +23,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/device.py",
     "legroom/memory/fake.py",
     "legroom/memory/forecast.py",
+    "legroom/memory/history.py",
     "legroom/memory/job.py",
     "legroom/memory/calibrate.py",
     "legroom/memory/escape.py",

@@ -1,12 +1,16 @@
 """What the meters do to an allocator."""
 
+import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from legroom.memory import device
+from legroom.memory.arena import Arena, Event, Placement
 from legroom.memory.device import MOST_TIMES, CudaMeter
+from legroom.memory.history import events_of
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def made(meter: CudaMeter, stretches: tuple[int, ...], monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", counted)
-        meter.make_room(stretches)
+        meter.make_room(Placement(stretches, 0))
     return count
 
 
@@ -59,3 +63,79 @@ def test_plans_that_take_turns_leave_the_layout_be(
     turns = [(1 << 10, 1 << 16), (1 << 12, 1 << 17)] * 20
     counts = [made(meter, stretches, monkeypatch) for stretches in turns]
     assert sum(count > 0 for count in counts) == 2 * MOST_TIMES
+
+
+def played(asked: list[Event], stretches: tuple[int, ...]) -> int:
+    """Bytes that do not find room when these are asked for in a room of such stretches."""
+    arena, here = Arena(stretches), {}
+    for comes, number, size in asked:
+        if comes:
+            here[number] = arena.take(size)
+        else:
+            arena.give(*here.pop(number))
+    return arena.top - arena.room
+
+
+def test_a_room_is_made_anew_by_what_a_step_asked_for(
+    meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that finds room in it; the second room is the last."""
+    monkeypatch.setattr(device, "recorded", lambda _, into: history(into))
+    meter._limit = room = 60 << 20
+    part = room // 10
+    # Two large ones with a small one between, over and over: in one stretch it splits the gap.
+    asked = []
+    for i in range(0, 40, 4):
+        sizes = (4 * part, part, 4 * part)
+        asked += [(True, i + k, size) for k, size in enumerate(sizes)]
+        asked += [(False, i, sizes[0]), (False, i + 2, sizes[2]), (True, i + 3, 8 * part)]
+        asked += [(False, i + 3, 8 * part), (False, i + 1, part)]
+
+    @contextlib.contextmanager
+    def history(into: list[Event]) -> Iterator[None]:
+        yield
+        into.extend(asked)
+
+    monkeypatch.setattr(meter, "_begin", None)
+    for name in ("reset_peak_memory_stats",):
+        monkeypatch.setattr(torch.cuda, name, lambda _: None)
+    monkeypatch.setattr(device, "timing_event", lambda: SimpleNamespace(record=lambda: None))
+    first = Placement((room,), 0)
+    assert played(asked, first.stretches) > 0
+    assert meter.make_room(first) == first
+    with meter.step():
+        pass
+    second = meter.make_room(first)
+    assert second != first and not second.missing_bytes and played(asked, second.stretches) == 0
+    with meter.step():
+        pass
+    assert meter.make_room(second) == second
+
+
+def test_a_step_that_breaks_teaches_nothing(
+    meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it asked for is not all."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(device, "timing_event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(device, "recorded", lambda _, into: contextlib.nullcontext(into.append(0)))
+    first = meter.make_room(Placement((1 << 10, 1 << 16), 0))
+    with pytest.raises(ValueError), meter.step():
+        raise ValueError
+    assert not meter._asked and meter.make_room(first) == first
+
+
+def test_blocks_are_followed_from_taking_to_giving() -> None:
+    """Of one stream; what was there before, and what others do, is left out."""
+    rows = [
+        ("free_completed", 7, 1, 0),
+        ("alloc", 1, 10, 0),
+        ("segment_alloc", 1, 99, 0),
+        ("alloc", 2, 20, 5),
+        ("free_requested", 1, 10, 0),
+        ("free_completed", 1, 10, 0),
+        ("alloc", 1, 30, 0),
+        ("free_completed", 2, 20, 5),
+    ]
+    entries = [dict(zip(("action", "addr", "size", "stream"), row, strict=True)) for row in rows]
+    assert list(events_of(entries, 0)) == [(True, 0, 10), (False, 0, 10), (True, 1, 30)]

@@ -1,5 +1,7 @@
 """Forecasts of builds: they save what builds save, and what they take is counted as kernels."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -148,3 +150,18 @@ def test_other_things_cannot_be_compiled() -> None:
     """An error that says what can."""
     with pytest.raises(InputError, match="blocks"):
         estimate(compile="model")
+
+
+def test_an_estimate_leaves_the_model_alone() -> None:
+    """Weights, statistics, attributes and random numbers are as they were."""
+    example = EXAMPLES["llama-tiny"](device="cpu", batch=2, sequence=16)
+    model, before = example.model, copy.deepcopy(example.model.state_dict())
+    attributes = [sorted(m.__dict__) for m in model.modules()]
+    batch, state = example.make_batch(0), torch.get_rng_state()
+    legroom.estimate(
+        model, batch, machine="l4", loss_fn=example.loss_fn, compile="blocks", budget="1GiB"
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [sorted(m.__dict__) for m in model.modules()] == attributes
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
