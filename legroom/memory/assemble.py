@@ -87,9 +87,15 @@ def _saved_rows(
         counts[block] = ordinal + 1
         rows.append(Saved(raw.storage, block, ordinal, raw.packed, tuple(raw.unpacked)))
 
+    num_nodes = max((call.nodes.stop for call in recorder.calls), default=0)
+    """Nodes beyond these were made in backward, or outside of the model."""
+
     def block_of(raw: RawOp) -> int:
-        backward = raw.phase == Phase.BACKWARD and raw.unpacked >= 0
-        return owner[raw.unpacked] if backward else -1
+        if raw.phase != Phase.BACKWARD:
+            return -1
+        if 0 <= raw.node < num_nodes:
+            return next((b for b, call in enumerate(calls) if raw.node in call.nodes), -1)
+        return owner[raw.unpacked] if raw.unpacked >= 0 else -1
 
     return tuple(rows), block_of
 

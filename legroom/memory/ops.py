@@ -18,6 +18,11 @@ def current_node() -> int:
     return -1 if node is None else node._sequence_nr()
 
 
+def next_node() -> int:
+    """The number that the next node of this thread's graph will have."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
 _ALIASES = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"}
 
 

@@ -24,6 +24,7 @@ from legroom.memory.ops import (
     current_node,
     in_backward,
     is_silent,
+    next_node,
     op_name,
     statistics,
 )
@@ -103,6 +104,8 @@ class RawCall:
     """It set a buffer anew, or drew from a generator that a replay cannot rewind."""
     last_op: int = -1
     last_saved: int = -1
+    nodes: range = range(0)
+    """Of autograd's graph, by number: those it made."""
 
 
 class Timer(Protocol):
@@ -337,6 +340,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             grad=grad,
             inputs=self._known((args, kwargs), birth=-1),
             before=_beyond(module),
+            nodes=range(next_node(), next_node()),
         )
         self._stack.append(raw)
         self.calls.append(raw)
@@ -345,6 +349,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._stack and self._stack[-1].module is module and not self.paused:
             raw = self._stack.pop()
             raw.last_op, raw.last_saved = len(self.ops) - 1, len(self.saved) - 1
+            raw.nodes = range(raw.nodes.start, next_node())
             raw.strays = raw.before != _beyond(module)
 
 

@@ -5,7 +5,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import legroom
+from legroom.memory.trace import Phase
 from tests.torch.nets import Mlp
+from tests.torch.support import MACHINE
 
 
 def test_a_loss_outside_of_the_model_has_room_in_the_first_step() -> None:
@@ -47,3 +49,14 @@ def test_what_others_hold_on_the_device_counts() -> None:
             return job.current.plan.predicted.device_bytes
 
     assert peak(20 << 20) - peak(0) == 20 << 20
+
+
+def test_backward_of_what_comes_before_the_blocks_is_in_none_of_them() -> None:
+    """An embedding saves nothing of note: its gradient must not count as the first block's."""
+    model = nn.Sequential(nn.Embedding(500, 64), *[Mlp() for _ in range(3)])
+    step = legroom.trace(model, torch.zeros(4, 16, dtype=torch.long), machine=MACHINE)
+    behind = [op for op in step.ops if op.phase == Phase.BACKWARD]
+    after = [op for op in behind if op.name == "aten.embedding_dense_backward"]
+    assert [op.block for op in after] == [-1]
+    products = [op.block for op in behind if op.name.startswith("aten.mm")]
+    assert products == sorted(products, reverse=True) and set(products) == {0, 1, 2}
