@@ -120,6 +120,13 @@ def test_blocks_of_one_class_share_their_code() -> None:
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
+def test_blocks_with_other_weights_have_code_of_their_own() -> None:
+    """Else each call of a block would look through what was compiled for all the others."""
+    compiler = Compiler()
+    one, same, other = (compiler.build(Mlp(width), 0.5) for width in (64, 64, 32))
+    assert one.func is same.func is not other.func  # type: ignore[attr-defined]
+
+
 def test_builds_are_put_in_place_and_taken_away() -> None:
     """As an attribute of the one module, and the module is as it was after."""
     model, compiler = nn.Sequential(Mlp(), Mlp()), Compiler()

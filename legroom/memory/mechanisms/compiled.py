@@ -1,9 +1,9 @@
 """Blocks compiled on their own, each in one of several builds.
 
 A build is what torch's partitioner makes of a block when it may keep a given share of what the
-block would save. Blocks of one class share their code: the compiler is given the class's forward,
-and the module as an argument. A block in use has its build in place of its forward, as an
-attribute of that one module, which is taken away again.
+block would save. Blocks of one class with weights of the same form share their code: the compiler
+is given the class's forward, and the module as an argument. A block in use has its build in place
+of its forward, as an attribute of that one module, which is taken away again.
 """
 
 import operator
@@ -31,8 +31,11 @@ LEAST_SHARE = 1e-9
 MOST_SHAPES = 64
 """Shapes, or kinds of block, that one forward may be compiled for before it is left eager."""
 Forward = Callable[..., Any]
-_builds: dict[tuple[Any, float, str], Forward] = {}
-"""For all jobs of the process: a second one on the same classes compiles nothing."""
+_builds: dict[tuple[Any, float, str, Any], Forward] = {}
+"""For all jobs of the process: a second one on the same classes compiles nothing.
+
+One for each form of weights: dynamo looks through all it compiled of a function at every call.
+"""
 
 
 class Compiler:
@@ -41,14 +44,18 @@ class Compiler:
     def __init__(self, backend: str = "") -> None:
         self.backend = backend or BACKEND
         self._placed: dict[str, tuple[nn.Module, float, Forward]] = {}
+        self._made: dict[tuple[nn.Module, float], Forward] = {}
 
     def build(self, module: nn.Module, share: float) -> Forward:
         """The module's forward, compiled to keep this share of what it could save."""
-        key = (type(module).forward, share, self.backend)
-        if key not in _builds:
-            backend = _backend(self.backend, share)
-            _builds[key] = torch.compile(_copied(key[0]), backend=backend, dynamic=False)
-        return partial(_builds[key], module)
+        if (module, share) not in self._made:
+            forms = tuple((p.shape, p.dtype) for p in module.parameters())
+            key = (type(module).forward, share, self.backend, forms)
+            if key not in _builds:
+                backend = _backend(self.backend, share)
+                _builds[key] = torch.compile(_copied(key[0]), backend=backend, dynamic=False)
+            self._made[module, share] = partial(_builds[key], module)
+        return self._made[module, share]
 
     def place(self, modules: Mapping[str, nn.Module], shares: Mapping[str, float]) -> bool:
         """Have the named modules run these builds, and all others as they are; whether all do."""
