@@ -21,6 +21,11 @@ class Given(NamedTuple):
     flat: Tensor
     device: torch.device
 
+    @property
+    def size(self) -> torch.Size:
+        """Of the tensor."""
+        return self.view.size
+
     def tensor(self) -> Tensor:
         """The tensor again."""
         return self.view.on(self.flat.to(self.device, copy=True))

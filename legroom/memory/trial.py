@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,40 +51,53 @@ def build_ways(compiler: Compiler, module: nn.Module) -> Iterator[Way]:
         yield share, f"keep {share:.0%}", compiler.build(module, share)
 
 
+class Subject(NamedTuple):
+    """A block to try."""
+
+    sample: Sample
+    ways: Iterator[Way]
+    weight: float = 1.0
+    """The more, the sooner it is tried in another way."""
+
+
 def try_all(
     model: nn.Module,
     device: torch.device,
-    subjects: Iterable[tuple[Sample, Iterator[Way]]],
+    subjects: Iterable[Subject],
     limit_s: float = math.inf,
     remember: bool = False,
 ) -> list[Found]:
-    """Of each subject the builds worth having, in turns of one way each until the time is over.
+    """Of each subject the builds worth having, one way after the other until the time is over.
 
-    A subject of which one way breaks has none, and is named in a warning. With `remember`, what
-    was measured in other processes counts, and is kept for others.
+    A subject's turn comes by its weight over the number of ways tried. One of which some way breaks
+    has no builds, and is named in a warning. With `remember`, what was measured in other processes
+    counts, and is kept for others.
     """
-    tries = [_Tries(model, device, sample, ways) for sample, ways in subjects]
+    tries = [_Tries(model, device, subject) for subject in subjects]
     for one in tries if remember else ():
         one.memo = Memo.of(one.sample, device)
     until = time.perf_counter() + limit_s
     going = list(tries)
     while going and time.perf_counter() < until:
-        going = [one for one in going if time.perf_counter() < until and one.next()]
+        one = max(going, key=lambda one: one.weight / (one.turns + 1))
+        if not one.next():
+            going.remove(one)
     return [worth_having(one.found) for one in tries]
 
 
 class _Tries:
     """The ways of one block, one after the other."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, sample: Sample, ways: Iterator[Way]
-    ) -> None:
-        self.model, self.device, self.sample, self.ways = model, device, sample, ways
+    def __init__(self, model: nn.Module, device: torch.device, subject: Subject) -> None:
+        self.model, self.device = model, device
+        self.sample, self.ways, self.weight = subject
+        self.turns = 0
         self.found: Found = []
         self.memo = Memo(None)
 
     def next(self) -> bool:
         """Try one more; whether there may be others."""
+        self.turns += 1
         module = self.sample.module
         keep, why = Snapshot(module, self.device), can_compile(module)
         try:

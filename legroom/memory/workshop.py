@@ -27,7 +27,7 @@ from legroom.memory.profile import Capture
 from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
 from legroom.memory.trace import Step
-from legroom.memory.trial import SHARES, Found, Way, build_ways, try_all
+from legroom.memory.trial import SHARES, Found, Subject, build_ways, try_all
 from legroom.nn.head import Head, find_head
 
 log = logging.getLogger("legroom")
@@ -39,6 +39,8 @@ TRIAL_S = 60.0
 """Time to try builds; what was not tried by then stays as it is."""
 CHUNKS = (8, 1, 32, 4, 16, 2)
 """Of the loss of a language model."""
+LOGITS = 8
+"""Bytes for each of them that a loss in full holds, at the least."""
 MANY = 32
 """Chunks to begin with where logits in full do not fit."""
 
@@ -181,14 +183,14 @@ class Workshop:
         """The builds of each block that was sampled, tried once for each signature."""
         samples = self._samples.pop(like.signature, {})
         if samples:
-            groups = sorted(samples, key=lambda g: -_weight(like, g))
-            subjects = [(samples[g], build_ways(self.compiler, samples[g].module)) for g in groups]
+            groups = sorted(samples)
+            subjects = [self._subject(samples[g], _weight(like, g)) for g in groups]
             subjects += self._loss_subject(like.signature)
             log.info("compiling %d kinds of block in several builds", len(subjects))
             remember = self.compiler.backend == "inductor"
             found = try_all(self.model, self.device, subjects, TRIAL_S, remember)
-            for (sample, _), builds in zip(subjects, found, strict=True):
-                _log(sample, builds)
+            for subject, builds in zip(subjects, found, strict=True):
+                _log(subject.sample, builds)
             self._file(like, dict(zip(groups, found, strict=False)), found[len(groups) :])
         return self._tried.get(like.signature, {})
 
@@ -209,11 +211,16 @@ class Workshop:
         if loss:
             tried[self.head_path, CALL] = loss[0]
 
-    def _loss_subject(self, signature: str) -> list[tuple[Sample, Iterator[Way]]]:
+    def _subject(self, sample: Sample, weight: float) -> Subject:
+        return Subject(sample, build_ways(self.compiler, sample.module), weight)
+
+    def _loss_subject(self, signature: str) -> list[Subject]:
         sample, head = self._losses.pop(signature, None), self.head
         if sample is None or head is None or self._looks:
             return []
-        return [(sample, ((k, _in_chunks(k), partial(head.loss, chunks=k)) for k in CHUNKS))]
+        ways = ((k, _in_chunks(k), partial(head.loss, chunks=k)) for k in CHUNKS)
+        logits = sample.args[0][0].size[:-1].numel() * len(head.head.weight)
+        return [Subject(sample, ways, LOGITS * logits)]
 
     def _options(self, step: Step, tried: Tried) -> dict[int, list[Build]]:
         """Builds for each block; none for modules that are called more than once."""

@@ -5,6 +5,7 @@ tested here does not depend on the kernels, and those take long to make.
 """
 
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from legroom.memory.mechanisms import compiled
 from legroom.memory.mechanisms.compiled import Compiler
 from legroom.memory.sample import Sample
 from legroom.memory.trace import Step
-from legroom.memory.trial import Trial, build_ways, try_all, worth_having
+from legroom.memory.trial import Subject, Trial, Way, build_ways, try_all, worth_having
 from tests.torch.nets import Attention, ConvNorm, Mlp, rows, stack
 from tests.torch.support import CPU, GIB, MACHINE, Start, assert_same, fitted, result_of
 
@@ -73,7 +74,7 @@ class Widened(Mlp):
 
 def tried(model: nn.Module, sample: Sample) -> list[tuple[float, Build]]:
     """The builds of one block."""
-    (found,) = try_all(model, CPU, [(sample, build_ways(Compiler(), sample.module))])
+    (found,) = try_all(model, CPU, [Subject(sample, build_ways(Compiler(), sample.module))])
     return found
 
 
@@ -151,6 +152,21 @@ def test_a_trial_leaves_nothing_behind() -> None:
     assert torch.equal(torch.rand(3), expected)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+
+
+def test_what_weighs_more_is_tried_in_more_ways_first() -> None:
+    """A minute may not do for all ways of all blocks; no block waits for the last of another's."""
+    module, order = Mlp(), []
+
+    def ways(name: str) -> Iterator[Way]:
+        for i in range(3):
+            order.append(name)
+            yield float(i), str(i), module.forward
+
+    sample = Sample.take("block", module, ((rows().requires_grad_(),), {}), CPU)
+    subjects = [Subject(sample, ways(name), n) for name, n in (("a", 2), ("b", 6), ("c", 1))]
+    assert all(try_all(module, CPU, subjects))
+    assert "".join(order) == "bbabac" + "ac" + "c"
 
 
 class Counting(Mlp):

@@ -10,7 +10,7 @@ from legroom.memory.mechanisms import compiled
 from legroom.memory.mechanisms.compiled import Compiler
 from legroom.memory.memo import Memo, describe
 from legroom.memory.sample import Sample
-from legroom.memory.trial import Trial, build_ways, try_all
+from legroom.memory.trial import Subject, Trial, build_ways, try_all
 from tests.torch.nets import Mlp, rows, stack
 from tests.torch.support import CPU
 
@@ -28,7 +28,7 @@ def sample(width: int = 64, length: int = 16) -> Sample:
 
 
 def found(one: Sample) -> list[tuple[float, Build]]:
-    subjects = [(one, build_ways(Compiler(), one.module))]
+    subjects = [Subject(one, build_ways(Compiler(), one.module))]
     return try_all(one.module, CPU, subjects, remember=True)[0]
 
 
