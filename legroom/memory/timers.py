@@ -108,9 +108,19 @@ class CpuTimer:
                 op.workspace_bytes = max(0, int(levels[low:high].max()) - before - left)
 
 
+SPAN = "legroom: "
+"""How names of spans begin."""
+Spans = dict[str, tuple[int, int]]
+"""By name, first and last ns."""
+
+
 @contextlib.contextmanager
-def memory_reports(into: list[tuple[int, int]]) -> Iterator[None]:
-    """Collect (time in ns, bytes taken or given back) of torch's CPU allocator."""
+def memory_reports(into: list[tuple[int, int]], spans: Spans | None = None) -> Iterator[None]:
+    """Collect (time in ns, bytes taken or given back) of torch's CPU allocator.
+
+    And the spans of what `torch.profiler.record_function` names: their times are by the same clock,
+    which differs from others by more than there is between two reports.
+    """
     cpu = torch.profiler.ProfilerActivity.CPU
     profile = torch.profiler.profile(activities=[cpu], profile_memory=True)
     with silenced(2):
@@ -127,6 +137,8 @@ def memory_reports(into: list[tuple[int, int]]) -> Iterator[None]:
                 and event.device_type() == torch._C._autograd.DeviceType.CPU
             ):
                 into.append((event.start_ns(), event.nbytes()))
+            elif spans is not None and event.name().startswith(SPAN):
+                spans[event.name()] = event.start_ns(), event.start_ns() + event.duration_ns()
         into.sort(key=lambda row: row[0])
 
 

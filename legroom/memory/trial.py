@@ -28,7 +28,7 @@ from legroom.memory.saved import (
     is_ours,
     weight_storages,
 )
-from legroom.memory.timers import CpuClock, CudaClock, memory_reports, reports_peak
+from legroom.memory.timers import SPAN, CpuClock, CudaClock, Spans, memory_reports, reports_peak
 from legroom.memory.verify import Snapshot
 
 SHARES = (1.0, 0.0, 0.4, 0.7, 0.2)
@@ -319,7 +319,7 @@ class Watch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stretches: list[tuple[Level, int, int]] = []
+        self._stretches: dict[str, Level] = {}
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -328,16 +328,18 @@ class Watch:
             yield
             return
         reports: list[tuple[int, int]] = []
-        with memory_reports(reports):
+        spans: Spans = {}
+        with memory_reports(reports, spans):
             yield
-        for level, start, end in self._stretches:
-            rows = [row for row in reports if start <= row[0] < end]
+        for name, level in self._stretches.items():
+            start, end = spans[name]
+            rows = [row for row in reports if start <= row[0] <= end]
             level.peak, level.left = reports_peak(rows), sum(n for _, n in rows)
 
     @contextlib.contextmanager
     def stretch(self) -> Iterator[Level]:
         """The most bytes held at once while something runs, and those that stay."""
-        level, start = Level(), time.time_ns()
+        level = Level()
         if self.device.type == "cuda":
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -345,5 +347,7 @@ class Watch:
             level.peak = torch.cuda.max_memory_allocated(self.device) - before
             level.left = torch.cuda.memory_allocated(self.device) - before
             return
-        yield level
-        self._stretches.append((level, start, time.time_ns()))
+        name = f"{SPAN}{len(self._stretches)}"
+        self._stretches[name] = level
+        with torch.profiler.record_function(name):
+            yield level
