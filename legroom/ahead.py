@@ -1,14 +1,13 @@
 """Ahead of a run: what a job would take on a machine that need not be there."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from legroom.core.errors import InputError, UnknownName
+from legroom.core.errors import InputError, LegroomError, StepError, UnknownName
 from legroom.core.outcome import Outcome
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.spec import Machine, find_machine
@@ -97,8 +96,22 @@ def fake_capture(
     """What captures this step with fake tensors."""
     if optimizer not in STATE_RULES:
         raise UnknownName("optimizer", optimizer, STATE_RULES)
-    given = (model, batch, loss_fn or call_with, machine)
-    return partial(capture_fake, *given, optimizer=optimizer, blocks=blocks)
+
+    def capture(**more: Any) -> Capture:
+        given = (model, batch, loss_fn or call_with, machine)
+        try:
+            return capture_fake(*given, optimizer=optimizer, blocks=blocks, **more)
+        except LegroomError:
+            raise
+        except Exception as error:  # whatever the model does that fake tensors cannot
+            first = (str(error).splitlines() or [""])[0]
+            raise StepError(
+                f"cannot follow {type(model).__name__} without running it "
+                f"({type(error).__name__}: {first}): a model that looks at its numbers to choose "
+                "its way can be fitted, but not estimated"
+            ) from error
+
+    return capture
 
 
 def forecaster(model: nn.Module, capture: Callable[..., Capture], machine: Machine) -> "Forecaster":

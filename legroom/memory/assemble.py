@@ -87,13 +87,13 @@ def _saved_rows(
         counts[block] = ordinal + 1
         rows.append(Saved(raw.storage, block, ordinal, raw.packed, tuple(raw.unpacked)))
 
-    num_nodes = max((call.nodes.stop for call in recorder.calls), default=0)
-    """Nodes beyond these were made in backward, or outside of the model."""
+    forwards = [call.nodes for call in recorder.calls if call.depth == 0]
+    """Other nodes were made in backward, or outside of the model."""
 
     def block_of(raw: RawOp) -> int:
         if raw.phase != Phase.BACKWARD:
             return -1
-        if 0 <= raw.node < num_nodes:
+        if any(raw.node in nodes for nodes in forwards):
             return next((b for b, call in enumerate(calls) if raw.node in call.nodes), -1)
         return owner[raw.unpacked] if raw.unpacked >= 0 else -1
 
@@ -176,7 +176,10 @@ def _blocks(
 def _form(
     recorder: Recorder, call: RawCall, ops: list[RawOp], storages: tuple[Storage, ...]
 ) -> object:
-    """Equal for blocks that do the same to tensors of the same sizes, and save the same of them."""
+    """Equal for blocks that do the same to tensors of the same sizes, and save the same of them.
+
+    And are asked for the same gradients.
+    """
     numbers: dict[int, int] = {}
 
     def local(s: int) -> tuple[int, int]:
@@ -184,7 +187,7 @@ def _form(
 
     does = tuple((o.name, *map(local, o.reads), "to", *map(local, o.writes)) for o in ops)
     saves = recorder.saved[call.first_saved : call.last_saved + 1]
-    return does, tuple(local(row.storage) for row in saves)
+    return does, tuple(local(row.storage) for row in saves), call.wants
 
 
 def _barred(

@@ -5,7 +5,7 @@ import itertools
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,9 +77,13 @@ class Meter(ABC):
         before, self.slack = self.slack, min(self.slack + share, MOST_SLACK)
         return self.slack > before
 
-    def leave(self, gap: int, budget: int) -> None:
-        """Leave the allocator room for a gap of this size, as code without a trace may need it."""
-        self.slack = max(self.slack, min(gap / budget, MOST_SLACK))
+    def leave(self, gap: int, budget: int) -> bool:
+        """Leave the allocator room for a gap of this size; whether that is more than so far."""
+        return self.give_way(max(min(gap / budget, MOST_SLACK) - self.slack, 0.0))
+
+    def usable(self, budget: Mapping[str, int]) -> dict[str, int]:
+        """A budget less what the allocator itself may take."""
+        return {**budget, "device": budget["device"] - self.overhead(budget["device"])}
 
     @property
     def scratch(self) -> int:
@@ -173,10 +177,11 @@ class CudaMeter(Meter):
         self._walls: list[torch.Tensor] = []
         self._room: tuple[int, ...] = ()
         self._given: dict[tuple[int, ...], int] = {}
-        self._real: set[tuple[int, ...]] = set()
-        """Rooms made by what a step asked for."""
+        self._seen: set[tuple[int, ...]] = set()
+        """Rooms in which a step was watched, or that were made by what one asked for."""
+        self._asked: dict[tuple[int, ...], list[Event]] = {}
+        """What those steps asked for, until it is made use of."""
         self._watched, self._mapped = False, 0
-        self._asked: list[Event] = []
         self._retries = 0
         self._host_s = 0.0
         self._begin, self._end = timing_event(), timing_event()
@@ -186,13 +191,16 @@ class CudaMeter(Meter):
         """Measure one step."""
         torch.cuda.reset_peak_memory_stats(self.device)
         self._begin, self._end = timing_event(), timing_event()
+        self._retries = self._count_retries()
         watched, self._watched = self._watched, False
         asked: list[Event] = []
         self._begin.record()
         start = time.perf_counter()
         with recorded(self.device, asked) if watched else contextlib.nullcontext():
             yield
-        self._asked = asked
+        if watched:
+            self._seen.add(self._room)
+            self._asked[self._room] = asked
         self._host_s = time.perf_counter() - start
         self._end.record()
 
@@ -243,11 +251,16 @@ class CudaMeter(Meter):
         """
         placement = self._learned(placement)
         stretches = placement.stretches
-        times = self._given.get(stretches, 0)
-        if not self._grows or stretches in ((), self._room) or times == MOST_TIMES:
-            return placement
-        self._room, self._given[stretches] = stretches, times + 1
-        self._watched = stretches not in self._real
+        if self._grows and stretches not in ((), self._room):
+            times = self._given.get(stretches, 0)
+            if times < MOST_TIMES:
+                self._given[stretches] = times + 1
+                self._map(stretches)
+        self._watched = stretches == self._room != () and stretches not in self._seen
+        return placement
+
+    def _map(self, stretches: tuple[int, ...]) -> None:
+        self._room = stretches
         self._walls.clear()
         torch.cuda.empty_cache()
         sizes = [*stretches[:-1], self._limit - MARGIN - sum(stretches[:-1])]
@@ -260,19 +273,20 @@ class CudaMeter(Meter):
                 blocks.append(torch.empty(max(size, 0), dtype=torch.uint8, device=self.device))
                 self._walls.append(torch.empty(WALL, dtype=torch.uint8, device=self.device))
         self._mapped = sum(map(len, blocks))
-        self._retries = int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
-        return placement
 
     def _learned(self, placement: Placement) -> Placement:
-        """The same, or what suits better what the last step asked for."""
-        asked, self._asked = self._asked, []
-        if not asked or placement.stretches != self._room:
+        """The same, or what suits better what a step in it asked for."""
+        asked = self._asked.pop(placement.stretches, [])
+        if not asked:
             return placement
         real = arrange(asked, self._mapped - MAX_STRETCHES * WALL)
         if real.missing_bytes:
             return placement
-        self._real.add(real.stretches)
+        self._seen.add(real.stretches)
         return real
+
+    def _count_retries(self) -> int:
+        return int(torch.cuda.memory_stats_as_nested_dict(self.device)["num_alloc_retries"])
 
     def cap(self, limit: int) -> None:
         """Cap reserved memory, and keep the allocator from breaking its segments up."""
@@ -303,6 +317,7 @@ class CudaMeter(Meter):
     def uncap(self) -> None:
         """Allow the whole device again."""
         self._walls.clear()
+        self._given.clear()
         self._room = ()
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 

@@ -59,12 +59,14 @@ def forecast(
 
     None of one that cannot be traced, which is named in a warning.
     """
-    try:
-        return worth_having(list(_forecasts(sample, shares, machine)))
-    except Exception as error:  # whatever tracing a model may raise
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        warnings.warn(f"legroom: no forecast of {sample.name} compiled: {why}", stacklevel=2)
-        return []
+    why = "recurrent layers are not compiled"
+    if not any(isinstance(m, nn.RNNBase) for m in sample.module.modules()):
+        try:
+            return worth_having(list(_forecasts(sample, shares, machine)))
+        except Exception as error:  # whatever tracing a model may raise
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    warnings.warn(f"legroom: no forecast of {sample.name} compiled: {why}", stacklevel=2)
+    return []
 
 
 def forecast_loss(
@@ -118,7 +120,8 @@ def _forecasts(
         held, given = flat[: len(weights)], iter(flat[len(weights) :])
         filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(filled, tree)
-        with _reparametrize_module(sample.module, dict(zip(weights, held, strict=True))):
+        named = dict(zip(weights, held, strict=True))
+        with _reparametrize_module(sample.module, named, tie_weights=True, stack_weights=True):
             out = sample.module.forward(*args, **kwargs)
         found = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         wanted[:] = [x.requires_grad for x in found]

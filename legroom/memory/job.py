@@ -25,7 +25,7 @@ from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
-from legroom.memory.kinds import Kind, Made, Measurement, Outfit
+from legroom.memory.kinds import Kind, Measurement, Outfit
 from legroom.memory.online import make_evictor
 from legroom.memory.planner import make_placed_plan, make_safe_plan
 from legroom.memory.profile import (
@@ -212,8 +212,7 @@ class MemoryJob:
 
     def planning_budget(self) -> dict[str, int]:
         """The budget less what the allocator loses to rounding and gaps."""
-        device = self.budget["device"]
-        return {**self.budget, "device": device - self.meter.overhead(device)}
+        return self.meter.usable(self.budget)
 
     def _take_up(self, kind: Kind) -> None:
         if kind.script is None:
@@ -263,7 +262,7 @@ class MemoryJob:
             kind.reference = (reading.seconds(), reading.host_s)
         else:
             kind.file(self._measure(kind))
-            if not kind.still and kind.ripe:
+            if kind.ripe and (kind.pressed or not kind.still):
                 self._calibrate(kind)
 
     def _use_recording(self, kind: Kind) -> None:
@@ -276,12 +275,7 @@ class MemoryJob:
         )
         kind.capture = to_scale(kind, with_others(kind.capture, found), self.machine)
         if self.workshop is not None and like is not None:
-            kind.plain, budget = kind.capture, self.planning_budget()
-            made = self.workshop.make(
-                Made(kind.capture, kind.base), like, self.machine, budget, self.policy
-            )
-            kind.wear(made)
-            self.meter.leave(kind.unseen_bytes, self.budget["device"])
+            self.workshop.dress(kind, like, self.machine, self.meter, self.budget, self.policy)
         kind.recorded, kind.best = True, None
         kind.lessons.clear()
         kind.start_anew()
@@ -312,14 +306,16 @@ class MemoryJob:
     def _calibrate(self, kind: Kind) -> None:
         """Judge a settled plan: if it came out otherwise, plan again; the fastest seen stays."""
         # Where the allocator took the time, that says nothing of ops, links or host.
-        pressed = kind.pressed and self.meter.give_way(PRESSED)
+        pressed, slack = kind.pressed, self.meter.slack
+        roomier = pressed and self.meter.give_way(PRESSED)
         expected = as_predicted(kind)
-        kind.still = not pressed and (expected or kind.replans >= MAX_REPLANS)
+        kind.still = not roomier and (pressed or expected or kind.replans >= MAX_REPLANS)
         if not pressed and not expected:
             self.machine = learn(kind, self.machine)
         learned, outfit = kind.capture, kind.outfit
         put_back = kind.judge(last=kind.still)
         if kind.still:
+            kind.cramped |= pressed
             if put_back or not expected:
                 foresee(kind, learned if kind.outfit == outfit else kind.capture, self.machine)
             return
@@ -331,18 +327,21 @@ class MemoryJob:
             self._plan(kind)
         except BudgetError:  # then what is in force stays
             kind.put_back(force)
+            self.meter.slack, kind.cramped = slack, kind.cramped or roomier
 
     def _give_way(self, error: BaseException) -> None:
         """If the allocator found no room where the plan saw some, plan with less from now on."""
         if not isinstance(error, torch.OutOfMemoryError):
             return
-        self.meter.give_way(OFF_BY)
+        slack, _ = self.meter.slack, self.meter.give_way(OFF_BY)
         kind, foreseen = self.current, "no plan yet"
         if kind is not None and kind.plan is not None:
             foreseen = f"the plan foresaw {format_bytes(kind.plan.predicted.device_bytes)} at most"
         if kind is not None and kind.recorded:
-            with contextlib.suppress(BudgetError):
+            try:
                 self._plan(kind)
+            except BudgetError:
+                self.meter.slack = slack
         visits = kind.visits + 1 if kind is not None else 1
         error.add_note(
             f"legroom: in step {visits} of its kind; {foreseen}. From the next step on the plan "

@@ -71,6 +71,8 @@ class Made(NamedTuple):
     outfit: Outfit = Outfit()
     seconds: float = 0.0
     """How long it took to compile and try what it could run in."""
+    missing_bytes: int = 0
+    """By how much the best plan for it is over the budget."""
 
 
 class Force(NamedTuple):
@@ -124,6 +126,8 @@ class Kind:
     """How many of them the plan in force was judged by."""
     presses: int = 0
     """Steps under the plan in force in which the allocator ran into its cap."""
+    cramped: bool = False
+    """There is no plan that leaves the allocator more room."""
     pending: Callable[[], Measurement] | None = None
     """The last step, which the device may still be at: filed with the next, so none waits."""
 
@@ -192,7 +196,8 @@ class Kind:
     @property
     def pressed(self) -> bool:
         """Whether the plan in force leaves the allocator too little room, and should not."""
-        return self.presses >= PRESSES and not self.placement.missing_bytes
+        given = self.cramped or self.placement.missing_bytes
+        return self.presses >= PRESSES and not given
 
     @property
     def ripe(self) -> bool:

@@ -95,7 +95,8 @@ def capture_fake(
         weights = fake_weights(model, device)
         inputs = tree_map(lambda x: fake_input(x, device) if isinstance(x, Tensor) else x, batch)
         kept = attributes_kept(model.modules())
-        with kept, mode, _reparametrize_module(model, weights, tie_weights=True):
+        faked = _reparametrize_module(model, weights, tie_weights=True, stack_weights=True)
+        with kept, mode, faked:
             recorder = Recorder(model, device, run=run_small_for_real)
             watching = visitor.watching() if visitor else nullcontext()
             with watching, fake_hooks(recorder), recorder.watch_modules(), recorder:

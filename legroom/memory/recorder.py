@@ -105,7 +105,9 @@ class RawCall:
     last_op: int = -1
     last_saved: int = -1
     nodes: range = range(0)
-    """Of autograd's graph, by number: those it made."""
+    """Of autograd's graph, by number: those it made; none of a call in backward."""
+    wants: tuple[bool, ...] = ()
+    """Which of the tensors that came in want a gradient."""
 
 
 class Timer(Protocol):
@@ -341,6 +343,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs=self._known((args, kwargs), birth=-1),
             before=_beyond(module),
             nodes=range(next_node(), next_node()),
+            wants=tuple(
+                x.requires_grad for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+            ),
         )
         self._stack.append(raw)
         self.calls.append(raw)
@@ -349,7 +354,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._stack and self._stack[-1].module is module and not self.paused:
             raw = self._stack.pop()
             raw.last_op, raw.last_saved = len(self.ops) - 1, len(self.saved) - 1
-            raw.nodes = range(raw.nodes.start, next_node())
+            raw.nodes = range(raw.nodes.start, raw.nodes.start if in_backward() else next_node())
             raw.strays = raw.before != _beyond(module)
 
 

@@ -16,6 +16,7 @@ from legroom.core.errors import BudgetError, InputError
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
 from legroom.memory.builds import SAME, Build, Pace
+from legroom.memory.device import Meter
 from legroom.memory.fake import fake_device
 from legroom.memory.forecast import forecast, forecast_loss
 from legroom.memory.kinds import Kind, Made, Outfit, rescaled
@@ -139,7 +140,28 @@ class Workshop:
                 rank = _rank(made.step, machine, budget, policy)
                 if rank < best_rank:
                     best, best_rank = self._made(captured, made, tried), rank
-        return best._replace(seconds=took_s)
+        return best._replace(seconds=took_s, missing_bytes=best_rank[1])
+
+    def dress(
+        self,
+        kind: Kind,
+        like: Step,
+        machine: Machine,
+        meter: Meter,
+        budget: Mapping[str, int],
+        policy: str,
+    ) -> None:
+        """Have a recorded kind run in the best builds, with room for what they take inside."""
+        assert kind.capture is not None
+        kind.plain, plain = kind.capture, Made(kind.capture, kind.base)
+        kind.wear(self.make(plain, like, machine, meter.usable(budget), policy))
+        slack = meter.slack
+        if meter.leave(kind.unseen_bytes, budget["device"]):
+            made = self.make(plain, like, machine, meter.usable(budget), policy)
+            if made.missing_bytes or not made.outfit.shares:  # then as much as there was
+                meter.slack = slack
+            if not made.missing_bytes:
+                kind.wear(made)
 
     def remake(self, kind: Kind, machine: Machine, budget: Mapping[str, int], policy: str) -> None:
         """Choose builds anew by what was learned since."""

@@ -17,6 +17,7 @@ import legroom.memory.workshop as workshop
 from legroom.api import Job
 from legroom.core.errors import InputError
 from legroom.memory.builds import Build
+from legroom.memory.device import CpuMeter
 from legroom.memory.mechanisms import compiled
 from legroom.memory.mechanisms.compiled import Compiler
 from legroom.memory.sample import Sample
@@ -249,6 +250,25 @@ def test_the_allocator_is_left_room_for_what_no_trace_shows() -> None:
         )
         assert kind.outfit.shares and kind.unseen_bytes == len(x) * widest * 4
         assert job.meter.slack == kind.unseen_bytes / job.budget["device"]
+
+
+def test_a_job_that_has_no_such_room_to_leave_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the best that fits: compiled without that room, or eager with all of the budget."""
+    monkeypatch.setattr(
+        CpuMeter, "overhead", lambda self, budget: int(budget * self.slack), raising=True
+    )
+    model = nn.Sequential(nn.Linear(64, 64), *[Mlp() for _ in range(6)])
+    x, start = torch.randn(64, 64, 64), Start(model)
+    with fitted(model, "keep_all") as job:
+        steps(job, 4, start, x)
+        natural = job.comparison().predicted.device_bytes
+    for share in (0.5, 0.55, 0.6, 0.65):
+        budget = {"device": int(natural * share), "disk": GIB, "host": GIB}
+        with fitted(model, "auto", compile="blocks", budget=budget) as job:
+            steps(job, 5, start, x)
+            kind = job.current
+            assert kind is not None and kind.plan is not None
+            assert bool(kind.outfit.shares) or not job.meter.slack
 
 
 @pytest.mark.usefixtures("compiled_only")

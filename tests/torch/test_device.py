@@ -21,7 +21,9 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMeter]:
     monkeypatch.setattr(device, "WALL", 1 << 10)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 0})
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda _: {"num_alloc_retries": 0}
+    )
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
     meter = CudaMeter(torch.device("cpu"))
     meter._grows, meter._limit = True, 1 << 20
@@ -139,3 +141,34 @@ def test_blocks_are_followed_from_taking_to_giving() -> None:
     ]
     entries = [dict(zip(("action", "addr", "size", "stream"), row, strict=True)) for row in rows]
     assert list(events_of(entries, 0)) == [(True, 0, 10), (False, 0, 10), (True, 1, 30)]
+
+
+def test_rooms_are_made_after_each_uncapping(
+    meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often: each `verify` lifts the cap once."""
+    for _ in range(3 * MOST_TIMES):
+        assert made(meter, (1 << 10, 1 << 16), monkeypatch)
+        meter.uncap()
+
+
+def test_a_step_of_another_kind_teaches_this_one_nothing(
+    meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come between a room and the first step in it."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(device, "timing_event", lambda: SimpleNamespace(record=lambda: None))
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        device, "recorded", lambda *_: contextlib.nullcontext(seen.append(meter._room))
+    )
+    one, other = Placement((1 << 10, 1 << 16), 0), Placement((), 0)
+    for placement in (one, other, other, one):
+        meter.make_room(placement)
+        if placement is other:
+            with meter.step():
+                pass
+    assert not seen
+    with meter.step():
+        pass
+    assert seen == [one.stretches]

@@ -1,10 +1,15 @@
 """The plan of the very first step, made before anything ran."""
 
+from collections import Counter
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import legroom
+from legroom.core.errors import StepError
 from legroom.memory.trace import Phase
 from tests.torch.nets import Mlp
 from tests.torch.support import MACHINE
@@ -60,3 +65,76 @@ def test_backward_of_what_comes_before_the_blocks_is_in_none_of_them() -> None:
     assert [op.block for op in after] == [-1]
     products = [op.block for op in behind if op.name.startswith("aten.mm")]
     assert products == sorted(products, reverse=True) and set(products) == {0, 1, 2}
+
+
+class Inner(torch.autograd.Function):
+    """Builds and runs a graph of its own in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            again = given[0] @ given[1]
+        return torch.autograd.grad(again, given, grad)
+
+
+class Twice(nn.Module):
+    """A block whose backward runs such a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Inner.apply(x, self.weight).sin()  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.parametrize("block", [Mlp, Twice])
+def test_backward_ops_are_in_the_block_whose_nodes_they_run(block: type[nn.Module]) -> None:
+    """Of two forwards in a step, and of graphs made inside of backward."""
+    model = nn.Sequential(nn.Linear(64, 64), *[block() for _ in range(3)])
+    with legroom.fit(model, None, budget="1GiB", machine=MACHINE) as job:
+        for _ in range(4):
+            with job.step():
+                for _ in range(2):
+                    model(torch.randn(256, 64)).square().mean().backward()
+        step = job.current.capture.step
+    behind = [op for op in step.ops if op.phase == Phase.BACKWARD and op.name.startswith("aten.mm")]
+    counts = Counter(op.block for op in behind)
+    assert counts.pop(-1) == 2, "of the first layer, whose input wants no gradient"
+    assert set(counts) == set(range(6)) and len(set(counts.values())) == 1
+
+
+def test_a_module_under_two_names_is_itself_after_an_estimate() -> None:
+    """Its weights are put back, whatever it is called."""
+    layer = nn.Linear(64, 64)
+    model, x = nn.Sequential(layer, nn.ReLU(), layer), torch.randn(8, 64)
+    before = model(x)
+    legroom.estimate(model, x, machine="l4")
+    assert torch.equal(model(x), before) and len(list(model.parameters())) == 2
+    assert sorted(model.state_dict()) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def test_blocks_that_are_asked_for_other_gradients_are_of_other_groups() -> None:
+    """The first one's input wants none, which makes a product less."""
+    model = nn.Sequential(*[Mlp() for _ in range(4)])
+    step = legroom.trace(model, torch.randn(8, 64), machine=MACHINE)
+    first, *others = (block.group for block in step.blocks)
+    assert len(set(others)) == 1 and first not in others
+
+
+def test_a_model_that_looks_at_its_numbers_cannot_be_estimated() -> None:
+    """An error says so."""
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if y.sum() > 0 else -y
+
+    with pytest.raises(StepError, match="can be fitted, but not estimated"):
+        legroom.estimate(Looks(8, 8), torch.randn(2, 8), machine="l4")

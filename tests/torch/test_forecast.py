@@ -165,3 +165,32 @@ def test_an_estimate_leaves_the_model_alone() -> None:
     assert [sorted(m.__dict__) for m in model.modules()] == attributes
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+        if tied:
+            self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).sin())  # type: ignore[no-any-return]
+
+
+def test_tied_weights_get_both_their_gradients() -> None:
+    """As many products as without the tie."""
+    x = torch.randn(4096, 256, requires_grad=True)
+    tied, free = (foretold(Tied(kind), x, shares=(1.0,))[0] for kind in (True, False))
+    assert tied.backward_s == pytest.approx(free.backward_s, rel=0.02)
+
+
+def test_recurrent_blocks_have_no_forecast() -> None:
+    """Their steps would be traced one by one, and the compiler leaves them alone."""
+    with FakeTensorMode() as mode, mode:
+        x = torch.empty(2, 500, 64, requires_grad=True)
+        sample = Sample.take("rnn", nn.LSTM(64, 64), ((x,), {}), CPU)
+        with pytest.warns(UserWarning, match="recurrent"):
+            assert forecast(sample, SHARES, MACHINE) == []
