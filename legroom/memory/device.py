@@ -51,6 +51,8 @@ class Meter(ABC):
 
     slack = 0.0
     """Share of the budget left to what the trace does not show."""
+    watches = False
+    """Whether steps ask the allocator for more than their traces show: then one is watched."""
 
     @abstractmethod
     def step(self) -> contextlib.AbstractContextManager[None]:
@@ -242,8 +244,8 @@ class CudaMeter(Meter):
     def make_room(self, placement: Placement) -> Placement:
         """Map memory for all of a step, in stretches, and leave them to the allocator.
 
-        The first step in them is recorded, and the stretches are made anew by what it really asked
-        for, if that finds room in them.
+        Where traces do not show all, the first step in them is recorded, and the stretches are made
+        anew by what it really asked for, if that finds room in them.
 
         [Note: room] A growing segment is refused at the cap as if all of a new block were new
         memory, even where most of it is mapped already; the allocator then gives all free memory
@@ -256,7 +258,8 @@ class CudaMeter(Meter):
             if times < MOST_TIMES:
                 self._given[stretches] = times + 1
                 self._map(stretches)
-        self._watched = stretches == self._room != () and stretches not in self._seen
+        fresh = stretches == self._room != () and stretches not in self._seen
+        self._watched = self.watches and fresh
         return placement
 
     def _map(self, stretches: tuple[int, ...]) -> None:

@@ -155,7 +155,7 @@ class Workshop:
         assert kind.capture is not None
         kind.plain, plain = kind.capture, Made(kind.capture, kind.base)
         kind.wear(self.make(plain, like, machine, meter.usable(budget), policy))
-        slack = meter.slack
+        slack, meter.watches = meter.slack, True
         if meter.leave(kind.unseen_bytes, budget["device"]):
             made = self.make(plain, like, machine, meter.usable(budget), policy)
             if made.missing_bytes or not made.outfit.shares:  # then as much as there was

@@ -26,7 +26,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMeter]:
     )
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
     meter = CudaMeter(torch.device("cpu"))
-    meter._grows, meter._limit = True, 1 << 20
+    meter._grows, meter._limit, meter.watches = True, 1 << 20, True
     yield meter
 
 
