@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 
-from legroom.core.errors import InputError, LegroomError, StepError, UnknownName
+from legroom.core.errors import InputError, StepError, UnknownName
 from legroom.core.outcome import Outcome
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.spec import Machine, find_machine
@@ -20,6 +25,12 @@ if TYPE_CHECKING:
     from legroom.memory.workshop import Forecaster
 
 Budget = str | int | Mapping[str, str | int]
+CANNOT_FOLLOW = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+"""What fake tensors raise where numbers are needed."""
 ENOUGH = 1 << 60
 """Bytes, where there is no budget."""
 
@@ -101,9 +112,7 @@ def fake_capture(
         given = (model, batch, loss_fn or call_with, machine)
         try:
             return capture_fake(*given, optimizer=optimizer, blocks=blocks, **more)
-        except LegroomError:
-            raise
-        except Exception as error:  # whatever the model does that fake tensors cannot
+        except CANNOT_FOLLOW as error:
             first = (str(error).splitlines() or [""])[0]
             raise StepError(
                 f"cannot follow {type(model).__name__} without running it "

@@ -8,7 +8,7 @@ own, everything between two of them runs as one, and only what leaves such a ker
 import copy
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,14 +151,18 @@ def _never(gm: Any, example_inputs: Any) -> Any:
 
 
 def _build(halves: _Halves, num_weights: int, wanted: list[bool], machine: Machine) -> Build:
-    there, back = _Kernels(halves.there, machine), _Kernels(halves.back, machine)
-    sizes, dtypes, saves, num_saved = _saves(there, halves.num_outputs, num_weights, wanted)
+    there = _Kernels(halves.there, machine)
+    sizes, dtypes, saves = _saves(there, halves.num_outputs, num_weights, wanted)
+    weights = {there.root(n) for n in there.inputs[:num_weights]}
+    held = {n.name: there.root(n) for n in there.outputs[halves.num_outputs :] if _is_node(n)}
+    back = _Kernels(halves.back, machine, {name: root.name for name, root in held.items()})
+    stay = {name for name, root in held.items() if root in weights}
     return Build(
         name=f"keep {halves.share:.0%}",
         forward_s=there.seconds,
         backward_s=back.seconds,
         forward_bytes=there.peak(),
-        backward_bytes=back.peak(num_freed=num_saved),
+        backward_bytes=back.peak([n for n in back.inputs if n.name not in stay]),
         sizes=sizes,
         dtypes=dtypes,
         saves=saves,
@@ -167,11 +171,8 @@ def _build(halves: _Halves, num_weights: int, wanted: list[bool], machine: Machi
 
 def _saves(
     there: "_Kernels", num_outputs: int, num_weights: int, wanted: list[bool]
-) -> tuple[tuple[int, ...], tuple[str, ...], tuple[Save, ...], int]:
-    """Sizes and dtypes of storages of the block's own, all saves, and how many tensors those are.
-
-    As a trial sees them.
-    """
+) -> tuple[tuple[int, ...], tuple[str, ...], tuple[Save, ...]]:
+    """Sizes and dtypes of storages of the block's own, and all saves, as a trial sees them."""
     weights = {there.root(n) for n in there.inputs[:num_weights]}
     results = there.outputs[num_outputs - len(wanted) : num_outputs]
     results = [x for x, wants in zip(results, wanted, strict=True) if wants]
@@ -184,7 +185,7 @@ def _saves(
     dtypes: list[str] = []
     saves: list[Save] = []
     for node in there.outputs[num_outputs:]:
-        root = there.root(node) if isinstance(node, Node) else None
+        root = there.root(node) if _is_node(node) else None
         if root is None or root in weights or _size(root) <= SMALL_BYTES:
             continue
         if root not in known:
@@ -192,7 +193,11 @@ def _saves(
             sizes.append(_size(root))
             dtypes.append(str(root.meta["val"].dtype).removeprefix("torch."))
         saves.append(Save(*known[root], _size(root)))
-    return tuple(sizes), tuple(dtypes), tuple(saves), len(there.outputs) - num_outputs
+    return tuple(sizes), tuple(dtypes), tuple(saves)
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Node)
 
 
 def _size(node: Node) -> int:
@@ -201,14 +206,25 @@ def _size(node: Node) -> int:
 
 
 class _Kernels:
-    """What a compiler would make of a graph."""
+    """What a compiler would make of a graph.
 
-    def __init__(self, graph: Graph, machine: Machine) -> None:
+    `shown` names, for each input that is saved, the node whose memory it is: several may be views
+    of one.
+    """
+
+    def __init__(
+        self, graph: Graph, machine: Machine, shown: Mapping[str, str] | None = None
+    ) -> None:
         self.nodes: list[Node] = list(graph.nodes)
         self.machine = machine
         self.inputs = [n for n in self.nodes if n.op == "placeholder"]
         self.outputs: list[Any] = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
         self._roots: dict[Node, Node] = {}
+        first: dict[str, Node] = {}
+        for node in self.inputs:
+            place = (shown or {}).get(node.name)
+            if place is not None and first.setdefault(place, node) is not node:
+                self._roots[node] = first[place]
         self._stage: dict[Node, int] = {}
         """How many kernels of note must have run: what has the same number runs as one."""
         for node in self.nodes[:-1]:
@@ -250,9 +266,7 @@ class _Kernels:
         """By stage, what the kernel between two of note reads and writes."""
         for node, stage in self._stage.items():
             read = {n: _size(n) for n in map(self.root, node.all_input_nodes)}
-            if _name(node) in SPARSE:
-                read = {}
-            if _is_part(node):
+            if _name(node) in SPARSE or _is_part(node):
                 read = {}
             if _part_of_alone(node):
                 continue
@@ -269,10 +283,10 @@ class _Kernels:
         for traffic in joint.values():
             yield op_time(self.machine, 0, sum(traffic.values()), "")
 
-    def peak(self, num_freed: int = 0) -> int:
+    def peak(self, freed: Iterable[Node] = ()) -> int:
         """Most bytes held on top of what was there, and of what is left after.
 
-        The first so many inputs are freed with their last use, and so are those after them.
+        Some inputs are freed with their last use.
         """
         last: dict[Node, int] = {}
         for i, node in enumerate(self.nodes[:-1]):
@@ -283,7 +297,7 @@ class _Kernels:
         for node, i in last.items():
             if node not in lasting:
                 ends.setdefault(i, []).append(node)
-        freed = set(self.inputs) if num_freed else set()
+        freed = {self.root(n) for n in freed}
         level = most = 0
         for i, node in enumerate(self.nodes[:-1]):
             if node in self.kept:

@@ -101,6 +101,8 @@ def capture_fake(
             watching = visitor.watching() if visitor else nullcontext()
             with watching, fake_hooks(recorder), recorder.watch_modules(), recorder:
                 loss = loss_fn(model, inputs)
+                if not isinstance(loss, Tensor):
+                    raise StepError(f"loss_fn gave {type(loss).__name__}, not a tensor")
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss
             if visitor:

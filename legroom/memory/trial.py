@@ -204,17 +204,17 @@ class Trial:
             with watch.stretch() as there, saved.hooks():
                 results = self._there(given)
             rows = saved.rows(given, results)
-            kept = {x.untyped_storage().data_ptr() for x in saved.tensors}
-            saved.let_go()
+            kept = saved.let_go()
             grads = [torch.ones_like(x) for x in results]
             came = sum(x.untyped_storage().nbytes() for x in grads)
             loss = torch.stack([(x * g).sum() for x, g in zip(results, grads, strict=True)]).sum()
             del given, results
             with watch.stretch() as back:
                 found = self._back(leaves, [loss], [torch.ones_like(loss)])
-        made = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
-        behind = back.peak - came - sum(made.values())
-        twice = sum(size for place, size in made.items() if place in kept)  # saved as it will be
+        made = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in found}
+        behind = back.peak - came - sum(storage.nbytes() for storage in made.values())
+        same = (storage for storage in made.values() if kept.get(storage))
+        twice = sum(storage.nbytes() for storage in same)  # saved as it will be
         return (*rows, max(0, there.peak - there.left), max(-twice, behind))
 
     def _heat(self) -> float:
@@ -298,9 +298,12 @@ class _Saved:
             saves.append(Save(*place, storage.nbytes()))
         return tuple(sizes), tuple(dtypes), tuple(saves)
 
-    def let_go(self) -> None:
-        """Hold nothing on."""
-        self.tensors.clear()
+    def let_go(self) -> StorageTable[bool]:
+        """Hold nothing on; the storages, to be known again: others may come to lie there."""
+        table: StorageTable[bool] = StorageTable()
+        while self.tensors:
+            table.put(self.tensors.pop().untyped_storage(), True)
+        return table
 
 
 @dataclass

@@ -40,6 +40,19 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(batch, time, width))
 
 
+class Thirds(nn.Module):
+    """Nothing but products: they save weights, and three views of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 768, bias=False)
+        self.last = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.layer(x).chunk(3, dim=-1)
+        return self.last((a @ b.transpose(0, 1)) @ c)  # type: ignore[no-any-return]
+
+
 class ConvNorm(nn.Module):
     """Convolution, batch norm, relu in place, residual."""
 

@@ -23,7 +23,7 @@ from legroom.memory.mechanisms.compiled import Compiler
 from legroom.memory.sample import Sample
 from legroom.memory.trace import Step
 from legroom.memory.trial import Subject, Trial, Way, build_ways, try_all, worth_having
-from tests.torch.nets import Attention, ConvNorm, Mlp, rows, stack
+from tests.torch.nets import Attention, ConvNorm, Mlp, Thirds, rows, stack
 from tests.torch.support import CPU, GIB, MACHINE, Start, assert_same, fitted, result_of
 
 SHARES = (1.0, 0.5, 0.0)
@@ -357,3 +357,16 @@ def test_steps_of_two_sizes_that_take_turns_each_get_their_builds() -> None:
             for k in job.kinds.values()
         ]
         assert 32 * 64 * 4 in inputs[0] and 48 * 64 * 4 in inputs[1]
+
+
+def test_a_gradient_in_the_place_of_a_saved_tensor_is_another_one() -> None:
+    """An address that is used again must not make scratch come out smaller in some trials."""
+    module, found = Thirds(), set()
+    build = Compiler().build(module, 1.0)
+    for i in range(40):
+        x = torch.randn(256, 256, requires_grad=True)
+        sample = Sample.take("block", module, ((x,), {}), CPU)
+        others = [torch.empty(256, 256) for _ in range(i % 5)]
+        found.add(Trial(module, sample, build, CPU).measure("").backward_bytes)
+        del others
+    assert len(found) == 1, found

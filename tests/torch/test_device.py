@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from legroom.memory import device
-from legroom.memory.arena import Arena, Event, Placement
+from legroom.memory.arena import Event, Placement, _missing
 from legroom.memory.device import MOST_TIMES, CudaMeter
 from legroom.memory.history import events_of
 
@@ -67,17 +67,6 @@ def test_plans_that_take_turns_leave_the_layout_be(
     assert sum(count > 0 for count in counts) == 2 * MOST_TIMES
 
 
-def played(asked: list[Event], stretches: tuple[int, ...]) -> int:
-    """Bytes that do not find room when these are asked for in a room of such stretches."""
-    arena, here = Arena(stretches), {}
-    for comes, number, size in asked:
-        if comes:
-            here[number] = arena.take(size)
-        else:
-            arena.give(*here.pop(number))
-    return arena.top - arena.room
-
-
 def test_a_room_is_made_anew_by_what_a_step_asked_for(
     meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,12 +92,12 @@ def test_a_room_is_made_anew_by_what_a_step_asked_for(
         monkeypatch.setattr(torch.cuda, name, lambda _: None)
     monkeypatch.setattr(device, "timing_event", lambda: SimpleNamespace(record=lambda: None))
     first = Placement((room,), 0)
-    assert played(asked, first.stretches) > 0
+    assert _missing(asked, first.stretches) > 0
     assert meter.make_room(first) == first
     with meter.step():
         pass
     second = meter.make_room(first)
-    assert second != first and not second.missing_bytes and played(asked, second.stretches) == 0
+    assert second != first and not second.missing_bytes and _missing(asked, second.stretches) == 0
     with meter.step():
         pass
     assert meter.make_room(second) == second

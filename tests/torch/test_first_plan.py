@@ -138,3 +138,16 @@ def test_a_model_that_looks_at_its_numbers_cannot_be_estimated() -> None:
 
     with pytest.raises(StepError, match="can be fitted, but not estimated"):
         legroom.estimate(Looks(8, 8), torch.randn(2, 8), machine="l4")
+
+
+def test_mistakes_of_the_users_own_are_shown_as_they_are() -> None:
+    """They are no limit of estimates."""
+
+    def broken(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).no_such_thing()  # type: ignore[no-any-return]
+
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        legroom.estimate(model, x, machine="l4", loss_fn=broken)
+    with pytest.raises(StepError, match="loss_fn gave NoneType"):
+        legroom.estimate(model, x, machine="l4", loss_fn=lambda *_: None)  # type: ignore[arg-type,return-value]

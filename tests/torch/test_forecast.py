@@ -19,7 +19,7 @@ from legroom.memory.mechanisms.compiled import Compiler
 from legroom.memory.roofline import op_time
 from legroom.memory.sample import Sample
 from legroom.memory.trial import Trial
-from tests.torch.nets import Attention, ConvNorm, Mlp
+from tests.torch.nets import Attention, ConvNorm, Mlp, Thirds
 from tests.torch.support import CPU, MACHINE
 
 SHARES = (1.0, 0.5, 0.0)
@@ -165,6 +165,16 @@ def test_an_estimate_leaves_the_model_alone() -> None:
     assert [sorted(m.__dict__) for m in model.modules()] == attributes
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_scratch_is_that_of_a_build_where_nothing_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Views of one storage are freed once, and a weight that is saved stays."""
+    x, module = torch.randn(256, 256, requires_grad=True), Thirds()
+    for one, other in zip(foretold(module, x), tried(module, x, monkeypatch), strict=True):
+        assert one.forward_bytes == other.forward_bytes
+        assert one.backward_bytes == pytest.approx(other.backward_bytes, abs=8)
 
 
 class Tied(nn.Module):
