@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from legroom.memory.mechanisms.recompute import RandomState
 
 Closure = Callable[[], Tensor]
+Around = Callable[[], AbstractContextManager[Any]]
+DOUBTS = 4
+"""Unplanned steps more, where a plan seems not to hold: a kernel may seldom repeat itself."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,13 +22,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     identical: bool
     """Every bit of the loss and of all gradients is the same."""
     repeatable: bool
-    """Two unplanned steps agree bit for bit; if not, some kernel is not deterministic."""
+    """Unplanned steps agree bit for bit; if not, some kernel is not deterministic."""
     worst: str = ""
     """The parameter with the largest relative error; empty if identical."""
     worst_error: float = 0.0
     """Largest |difference| of any gradient over its largest |value|."""
     noise_error: float = 0.0
-    """The same between two unplanned steps."""
+    """The same between unplanned steps."""
     num_gradients: int = 0
     exact_plan: bool = True
     """Whether the plan promises identical gradients."""
@@ -42,7 +45,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             return f"loss and {self.num_gradients} gradients are bit-identical"
         text = f"largest relative error {self.worst_error:.2e} in {self.worst}"
         if not self.repeatable:
-            text += f" (two unplanned steps differ by {self.noise_error:.2e} themselves)"
+            text += f" (unplanned steps differ by {self.noise_error:.2e} themselves)"
         return text
 
 
@@ -50,26 +53,34 @@ def verify_step(
     model: nn.Module,
     device: torch.device,
     closure: Closure,
-    planned: Callable[[], AbstractContextManager[Any]],
+    planned: Around,
     *,
     exact_plan: bool = True,
 ) -> Verdict:
     """Run one step three times from the same state: unplanned twice, then planned.
 
-    `closure` computes the loss. Parameters, buffers, gradients and random state are left as found.
+    Where the plan alone seems to be at fault, the unplanned step runs again a few times: kernels
+    that add in any order may well give the same twice. `closure` computes the loss. Parameters,
+    buffers, gradients and random state are left as found.
     """
     start = Snapshot(model, device)
+    repeatable, noise = True, 0.0
     try:
         first = _run(model, closure, nullcontext, start)
-        second = _run(model, closure, nullcontext, start)
-        mine = _run(model, closure, planned, start)
+        for turn in range(1 + DOUBTS):
+            again = _run(model, closure, nullcontext, start)
+            repeatable = repeatable and _identical(first, again)
+            noise = max(noise, _distance(first, again)[0])
+            if not turn:
+                mine = _run(model, closure, planned, start)
+                identical, (error, worst) = _identical(first, mine), _distance(first, mine)
+            if identical or error <= 2 * noise or not exact_plan:
+                break
     finally:
         start.restore()
-    noise, _ = _distance(first, second)
-    error, worst = _distance(first, mine)
     return Verdict(
-        identical=_identical(first, mine),
-        repeatable=_identical(first, second),
+        identical=identical,
+        repeatable=repeatable,
         worst=worst if error else "",
         worst_error=error,
         noise_error=noise,
@@ -100,7 +111,7 @@ class Snapshot:
 def _run(
     model: nn.Module,
     closure: Closure,
-    around: Callable[[], AbstractContextManager[Any]],
+    around: Around,
     start: Snapshot,
 ) -> dict[str, Tensor]:
     start.restore()

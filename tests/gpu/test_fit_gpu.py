@@ -46,12 +46,14 @@ def budget_for(name: str, share: float) -> tuple[object, torch.optim.Optimizer, 
     return example, optimizer, int(static + share * (peak - static)) + (64 << 20)
 
 
-@pytest.mark.filterwarnings("ignore:Memory Efficient attention defaults")
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("share", [0.7, 0.4])
 def test_a_planned_step_gives_the_same_gradients(name: str, share: float) -> None:
-    """Loss and all gradients are bit-identical to the unplanned step's."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Loss and all gradients are bit-identical to the unplanned step's.
+
+    Not only with a warning: attention adds in a fixed order only where it must.
+    """
+    torch.use_deterministic_algorithms(True)
     try:
         example, optimizer, budget = budget_for(name, share)
         torch.cuda.empty_cache()
@@ -59,8 +61,7 @@ def test_a_planned_step_gives_the_same_gradients(name: str, share: float) -> Non
             batch = example.make_batch(0)
             verdict = job.verify(lambda: example.loss_fn(example.model, batch))
         assert job.current.plan.actions
-        assert verdict.holds, str(verdict)
-        assert verdict.identical or not verdict.repeatable, str(verdict)
+        assert verdict.identical, str(verdict)
     finally:
         torch.use_deterministic_algorithms(False)
 
