@@ -26,6 +26,8 @@ NUM_SPLITS = 24
 NUM_DRAWS = 80
 """Ways drawn by lot, where some tensors are large."""
 MAX_STRETCHES = 16
+WALL = 2 << 20
+"""Device bytes kept between two stretches, so that they are not merged."""
 
 Stay = tuple[int, int, int]
 """First position, position where it is gone, bytes."""
@@ -49,18 +51,19 @@ NOWHERE = Placement((), 0)
 def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
     """The best of some splits of what a limit leaves beside the tensors that are always there."""
     room = limit - sum(s.num_bytes for s in simulator.step.storages if s.birth < 0)
-    return arrange(_events(list(stays(simulator, actions))), room)
+    return arrange(_events(list(stays(simulator, actions))), room, WALL)
 
 
-def arrange(events: Sequence[Event], room: int) -> Placement:
-    """The best of some splits of a room for what comes and goes in it."""
+def arrange(events: Sequence[Event], room: int, wall: int = 0) -> Placement:
+    """The best of some splits of a room for what comes and goes in it; each part has a wall."""
     large = [event for event in events if event[2] > SMALL_BYTES]
     room = (room - _most(e for e in events if e[2] <= SMALL_BYTES)) // ROUND_BYTES * ROUND_BYTES
+    room -= wall
     over = _most(large) - room
     if over > 0:
         return Placement((room,), over)
     best = Placement((room,), 1 << 62)
-    for stretches in _splits(room, large):
+    for stretches in _splits(room, large, wall):
         missing = _missing(large, stretches)
         if missing < best.missing_bytes:
             best = Placement(stretches, missing)
@@ -69,10 +72,13 @@ def arrange(events: Sequence[Event], room: int) -> Placement:
     return best
 
 
-def _splits(room: int, large: Sequence[Event]) -> Iterator[tuple[int, ...]]:
-    """Ways to divide a room in which these are to lie."""
+def _splits(room: int, large: Sequence[Event], wall: int) -> Iterator[tuple[int, ...]]:
+    """Ways to divide a room in which these are to lie, with walls between the parts."""
     for i in range(NUM_SPLITS):
-        yield _split(room, room - room * i // NUM_SPLITS)
+        parts = _split(room, room - room * i // NUM_SPLITS)
+        last = parts[-1] - wall * (len(parts) - 1)
+        if last > 0:
+            yield tuple(sorted((*parts[:-1], last)))
     # Places just for the largest, and the rest for the others: those find it first, being smaller.
     tensor = max((size for _, _, size in large), default=0)
     place = -(-tensor // ROUND_BYTES) * ROUND_BYTES
@@ -82,9 +88,11 @@ def _splits(room: int, large: Sequence[Event]) -> Iterator[tuple[int, ...]]:
     rest, draw = room - count * place, random.Random(0)
     for i in range(NUM_DRAWS if rest > 0 else 0):
         cuts = [draw.random() for _ in range(i % MAX_STRETCHES)]
-        edges = [int(rest * cut) // ROUND_BYTES * ROUND_BYTES for cut in (0, *sorted(cuts))]
-        parts = [b - a for a, b in itertools.pairwise((*edges, rest))]
-        yield tuple(sorted((*[place] * count, *parts)))
+        free = rest - wall * (count + len(cuts))
+        edges = [int(free * cut) // ROUND_BYTES * ROUND_BYTES for cut in (0, *sorted(cuts))]
+        gaps = [b - a for a, b in itertools.pairwise((*edges, free))]
+        if free > 0:
+            yield tuple(sorted((*[place] * count, *gaps)))
 
 
 def _split(room: int, largest: int) -> tuple[int, ...]:

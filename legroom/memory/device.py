@@ -14,22 +14,22 @@ from torch import nn
 
 from legroom.core.errors import StepError
 from legroom.core.outcome import Timeline
-from legroom.memory.arena import MAX_STRETCHES, Event, Placement, arrange
+from legroom.memory.arena import WALL, Event, Placement, arrange
 from legroom.memory.history import recorded
 from legroom.memory.timers import memory_reports, reports_peak, timing_event
 
 MAX_POINTS = 1500
 """Points of a measured timeline."""
 MARGIN = 64 << 20
-"""Device bytes left for small blocks and for libraries when memory is taken in advance."""
+"""Device bytes left for small blocks and for libraries when memory is taken in advance, at most."""
+MARGIN_SHARE = 1 / 16
+"""The same, as a share of the cap: small jobs have small blocks."""
 GRAIN = 20 << 20
 """The allocator takes memory by this much, and looks at the cap before it rounds up."""
 MOST_SLACK = 0.15
 """Share of a budget that may be left to the allocator, at most."""
 MOST_TIMES = 4
 """How often one layout is made: where plans take turns, making it anew costs more than it saves."""
-WALL = 2 << 20
-"""Device bytes kept between two stretches, so that they are not merged."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Meter(ABC):
     """Takes time and peak of whole steps."""
 
     slack = 0.0
-    """Share of the budget left to what the trace does not show."""
+    """Share of the budget left to what the trace does not show, beyond the allocator's overhead."""
     watches = False
     """Whether steps ask the allocator for more than their traces show: then one is watched."""
 
@@ -81,7 +81,7 @@ class Meter(ABC):
 
     def leave(self, gap: int, budget: int) -> bool:
         """Leave the allocator room for a gap of this size; whether that is more than so far."""
-        return self.give_way(max(min(gap / budget, MOST_SLACK) - self.slack, 0.0))
+        return self.give_way(max(gap - self.overhead(budget), 0) / budget)
 
     def usable(self, budget: Mapping[str, int]) -> dict[str, int]:
         """A budget less what the allocator itself may take."""
@@ -101,7 +101,8 @@ class Meter(ABC):
     def make_room(self, placement: Placement) -> Placement:
         """Take memory at once, in stretches kept apart, the largest last; none: leave it be.
 
-        What the placement is from now on: once a step has run, it may be known better.
+        What the placement is from now on: once a step has run, it may be known better; and where
+        there is less room than the plan reckoned with, by how much.
         """
 
     @abstractmethod
@@ -169,11 +170,10 @@ class CudaMeter(Meter):
     """Events at both ends of the step; the allocator's own peaks."""
 
     SLACK = 0.015
-    """To begin with."""
+    """Share of a budget that the allocator takes, at the least."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.slack = self.SLACK
         self._limit = 0
         self._grows = False
         self._walls: list[torch.Tensor] = []
@@ -227,9 +227,19 @@ class CudaMeter(Meter):
         return torch.cuda.memory_allocated(self.device)
 
     def overhead(self, budget: int) -> int:
-        """Bytes of a budget that the allocator itself may take."""
-        gaps = 3 * GRAIN if self._grows else 0
-        return max(int(budget * self.slack), min(gaps, int(budget * MOST_SLACK)))
+        """Bytes of a budget that the allocator itself may take.
+
+        Growing segments: a grain at the cap, one for grains in part filled with what stays, and the
+        margin, which is outside of the room that plans are laid out in.
+        """
+        gaps = 2 * GRAIN + self._margin(budget - GRAIN) if self._grows else 0
+        more = int(budget * self.slack)
+        if self._grows:
+            more = -(-more // GRAIN) * GRAIN
+        return max(int(budget * self.SLACK), min(gaps, int(budget * MOST_SLACK))) + more
+
+    def _margin(self, limit: int) -> int:
+        return min(MARGIN, int(limit * MARGIN_SHARE))
 
     @property
     def scratch(self) -> int:
@@ -257,17 +267,20 @@ class CudaMeter(Meter):
             times = self._given.get(stretches, 0)
             if times < MOST_TIMES:
                 self._given[stretches] = times + 1
-                self._map(stretches)
+                short = self._map(stretches)
+                placement = placement._replace(missing_bytes=max(short, placement.missing_bytes))
         fresh = stretches == self._room != () and stretches not in self._seen
         self._watched = self.watches and fresh
         return placement
 
-    def _map(self, stretches: tuple[int, ...]) -> None:
+    def _map(self, stretches: tuple[int, ...]) -> int:
+        """Take memory for them, the last as large as may be; by how much that is too small."""
         self._room = stretches
         self._walls.clear()
         torch.cuda.empty_cache()
-        sizes = [*stretches[:-1], self._limit - MARGIN - sum(stretches[:-1])]
-        sizes[-1] -= torch.cuda.memory_reserved(self.device) + len(sizes) * WALL
+        held = torch.cuda.memory_reserved(self.device) + len(stretches) * WALL
+        last = self._limit - self._margin(self._limit) - held - sum(stretches[:-1])
+        sizes = [*stretches[:-1], last]
         if sizes[-1] < max(sizes):  # more is held than the plan knows of
             sizes = [sum(sizes)]
         blocks = []
@@ -275,14 +288,15 @@ class CudaMeter(Meter):
             for size in sizes:
                 blocks.append(torch.empty(max(size, 0), dtype=torch.uint8, device=self.device))
                 self._walls.append(torch.empty(WALL, dtype=torch.uint8, device=self.device))
-        self._mapped = sum(map(len, blocks))
+        self._mapped = sum(map(len, blocks)) + len(self._walls) * WALL
+        return stretches[-1] - last
 
     def _learned(self, placement: Placement) -> Placement:
         """The same, or what suits better what a step in it asked for."""
         asked = self._asked.pop(placement.stretches, [])
         if not asked:
             return placement
-        real = arrange(asked, self._mapped - MAX_STRETCHES * WALL)
+        real = arrange(asked, self._mapped, WALL)
         if real.missing_bytes:
             return placement
         self._seen.add(real.stretches)

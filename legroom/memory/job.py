@@ -38,6 +38,7 @@ from legroom.memory.profile import (
     with_others,
 )
 from legroom.memory.recorder import Recorder
+from legroom.memory.relief import PRESSED, after_failure, make_room
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
 from legroom.memory.signature import Signer
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
 WARM = 2
 """Visits before a signature is recorded."""
 MAX_REPLANS = 3
-PRESSED, OFF_BY = 0.015, 0.04
-"""Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
 
 
 def make_workshop(model: nn.Module, device: torch.device) -> "Workshop":
@@ -118,7 +117,8 @@ class MemoryJob:
         except BaseException as error:
             self._recording = None
             self.tiers.drain()
-            self._give_way(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(after_failure(self.current, self.meter, self._plan))
             raise
         finally:
             self._stack = None
@@ -215,6 +215,7 @@ class MemoryJob:
         return self.meter.usable(self.budget)
 
     def _take_up(self, kind: Kind) -> None:
+        make_room(kind, self.meter, self.budget["device"], self._plan)
         if kind.script is None:
             self._take_up_rule()
         elif self.runner.script is not kind.script:
@@ -222,7 +223,6 @@ class MemoryJob:
             if lanes is not None:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
-        kind.placement = self.meter.make_room(kind.placement)
         self._refused = not self._place(kind.outfit)
 
     def _place(self, outfit: Outfit) -> bool:
@@ -328,26 +328,6 @@ class MemoryJob:
         except BudgetError:  # then what is in force stays
             kind.put_back(force)
             self.meter.slack, kind.cramped = slack, kind.cramped or roomier
-
-    def _give_way(self, error: BaseException) -> None:
-        """If the allocator found no room where the plan saw some, plan with less from now on."""
-        if not isinstance(error, torch.OutOfMemoryError):
-            return
-        slack, _ = self.meter.slack, self.meter.give_way(OFF_BY)
-        kind, foreseen = self.current, "no plan yet"
-        if kind is not None and kind.plan is not None:
-            foreseen = f"the plan foresaw {format_bytes(kind.plan.predicted.device_bytes)} at most"
-        if kind is not None and kind.recorded:
-            try:
-                self._plan(kind)
-            except BudgetError:
-                self.meter.slack = slack
-        visits = kind.visits + 1 if kind is not None else 1
-        error.add_note(
-            f"legroom: in step {visits} of its kind; {foreseen}. From the next step on the plan "
-            "leaves the allocator more room; run this step again, or give a larger budget or a "
-            "smaller batch"
-        )
 
     # -- verify and close --------------------------------------------------------------------
 

@@ -6,12 +6,18 @@ import pytest
 
 from legroom.machine.spec import find_machine
 from legroom.memory import arena
-from legroom.memory.arena import ROUND_BYTES, Arena, place
+from legroom.memory.arena import ROUND_BYTES, Arena, arrange, place
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Kind, Op, Phase, Step, Storage
 
 MIB = 1 << 20
 MACHINE = find_machine("h200")
+
+
+@pytest.fixture(autouse=True)
+def without_walls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round numbers."""
+    monkeypatch.setattr(arena, "WALL", 0)
 
 
 def step_of(*lives: tuple[int, int, int]) -> Step:
@@ -88,3 +94,21 @@ def test_an_arena_gives_out_no_byte_twice() -> None:
         arena.give(*block)
     whole = [arena.take(n)[0] for n in sorted(stretches)]
     assert whole == [stretches[0], 0, stretches[0] + stretches[1]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_walls_take_their_part_of_the_room(seed: int) -> None:
+    """Stretches and the walls between them are never more than the room."""
+    draw, wall, room = random.Random(seed), 2 * MIB, 400 * MIB
+    events, live, count = [], [], 0
+    for _ in range(300):
+        if live and (draw.random() < 0.5 or sum(size for _, size in live) > 250 * MIB):
+            events.append((False, *live.pop(draw.randrange(len(live)))))
+        else:
+            live.append((count, draw.randint(1, 60) * MIB))
+            events.append((True, *live[-1]))
+            count += 1
+    stretches, missing_bytes = arrange(events, room, wall)
+    assert sum(stretches) + wall * len(stretches) <= room
+    assert min(stretches) > 0 and stretches[-1] == max(stretches)
+    assert missing_bytes >= 0

@@ -34,6 +34,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/ops.py",
     "legroom/memory/profile.py",
     "legroom/memory/recorder.py",
+    "legroom/memory/relief.py",
     "legroom/memory/replay.py",
     "legroom/memory/region.py",
     "legroom/memory/run.py",

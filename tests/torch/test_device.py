@@ -9,8 +9,11 @@ import torch
 
 from legroom.memory import device
 from legroom.memory.arena import Event, Placement, _missing
-from legroom.memory.device import MOST_TIMES, CudaMeter
+from legroom.memory.device import GRAIN, MOST_TIMES, CudaMeter
 from legroom.memory.history import events_of
+from legroom.memory.relief import PRESSED
+
+GIB, MIB = 1 << 30, 1 << 20
 
 
 @pytest.fixture
@@ -72,7 +75,8 @@ def test_a_room_is_made_anew_by_what_a_step_asked_for(
 ) -> None:
     """Where that finds room in it; the second room is the last."""
     monkeypatch.setattr(device, "recorded", lambda _, into: history(into))
-    meter._limit = room = 60 << 20
+    room = 60 << 20
+    meter._limit = room + device.WALL
     part = room // 10
     # Two large ones with a small one between, over and over: in one stretch it splits the gap.
     asked = []
@@ -161,3 +165,44 @@ def test_a_step_of_another_kind_teaches_this_one_nothing(
     with meter.step():
         pass
     assert seen == [one.stretches]
+
+
+@pytest.mark.parametrize("budget", [256 * MIB, 471 * MIB, GIB, 4 * GIB, 8 * GIB, 80 * GIB])
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_room_that_plans_reckon_with_can_be_had(
+    budget: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is planned with lies within the cap, with margin and walls; else steps run into it."""
+    monkeypatch.setattr(device, "timing_event", lambda: None)
+    meter, static = CudaMeter(torch.device("cpu")), budget // 3
+    meter._grows, meter._limit = True, budget - GRAIN
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: static)
+    taken: list[int] = []
+
+    def take(size: int, **_: object) -> range:
+        taken.append(size)
+        return range(size)
+
+    monkeypatch.setattr(torch, "empty", take)
+    room = meter.usable({"device": budget})["device"] - static - count * device.WALL
+    part = room // (2 * count)
+    stretches = (*[part] * (count - 1), room - part * (count - 1))
+    assert meter.make_room(Placement(stretches, 0)).missing_bytes == 0
+    assert sum(taken) + static < meter._limit
+    assert max(taken) >= stretches[-1]
+
+
+def test_a_room_that_cannot_be_had_is_told(meter: CudaMeter) -> None:
+    """More may be held than the plan knows of; by how much it is too small."""
+    meter._limit = (1 << 16) + (1 << 10)
+    found = meter.make_room(Placement((1 << 10, 1 << 16), 0))
+    assert found.missing_bytes == (1 << 10) + 2 * device.WALL - (1 << 10)
+
+
+@pytest.mark.parametrize("budget", [471 * MIB, 4 * GIB, 80 * GIB])
+def test_giving_way_leaves_more_of_any_budget(budget: int, meter: CudaMeter) -> None:
+    """Also of one that is small beside what the allocator takes by itself."""
+    before = meter.overhead(budget)
+    assert meter.give_way(PRESSED)
+    assert meter.overhead(budget) >= before + max(GRAIN, int(PRESSED * budget))

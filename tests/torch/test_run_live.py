@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
-from legroom.memory.job import PRESSED
 from legroom.memory.mechanisms.entry import Dropped
+from legroom.memory.relief import PRESSED
 from tests.torch.nets import (
     WIDTH,
     Attention,

@@ -1,0 +1,55 @@
+"""Relief: where the allocator finds less room than a plan saw, plan with less or stay as before."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from legroom.core.errors import BudgetError
+from legroom.core.units import format_bytes
+from legroom.memory.device import Meter
+from legroom.memory.kinds import Kind
+
+PRESSED, OFF_BY = 0.015, 0.04
+"""Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
+
+
+@contextlib.contextmanager
+def or_as_before(kind: Kind, meter: Meter) -> Iterator[None]:
+    """Plan in here with more left to the allocator; where nothing fits, all is as it was."""
+    slack, force = meter.slack, kind.force
+    try:
+        yield
+    except BudgetError:
+        meter.slack = slack
+        kind.put_back(force)
+
+
+def make_room(kind: Kind, meter: Meter, budget: int, plan: Callable[[Kind], None]) -> None:
+    """Have the room made that a kind's plan is laid out in; where it is too small, plan anew."""
+    found = meter.make_room(kind.placement)
+    if found.missing_bytes > kind.placement.missing_bytes:
+        laid_out = kind.placement
+        with or_as_before(kind, meter):
+            meter.leave(meter.overhead(budget) + found.missing_bytes, budget)
+            plan(kind)
+        if kind.placement is not laid_out:
+            found = meter.make_room(kind.placement)
+    kind.placement = found
+
+
+def after_failure(kind: Kind | None, meter: Meter, plan: Callable[[Kind], None]) -> str:
+    """A step found no room: leave the allocator more from now on; what to say of it."""
+    visits, foreseen = 0, "no plan yet"
+    if kind is not None and kind.plan is not None:
+        visits, size = kind.visits, format_bytes(kind.plan.predicted.device_bytes)
+        foreseen = f"the plan foresaw {size} at most"
+    if kind is not None and kind.recorded:
+        with or_as_before(kind, meter):
+            meter.give_way(OFF_BY)
+            plan(kind)
+    else:
+        meter.give_way(OFF_BY)
+    return (
+        f"legroom: in step {visits + 1} of its kind; {foreseen}. From the next step on the plan "
+        "leaves the allocator more room; run this step again, or give a larger budget or a "
+        "smaller batch"
+    )

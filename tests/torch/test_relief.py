@@ -1,0 +1,83 @@
+"""What a job does where the allocator has less room than its plan reckoned with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from legroom.core.errors import BudgetError
+from legroom.memory.arena import Placement
+from legroom.memory.device import CpuMeter
+from legroom.memory.kinds import Kind
+from legroom.memory.relief import OFF_BY, after_failure, make_room
+
+BUDGET = 1000
+
+
+class Small(CpuMeter):
+    """Can make rooms of so many bytes; more is missing."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.asked = most, 0
+
+    def overhead(self, budget: int) -> int:
+        return int(budget * self.slack)
+
+    def make_room(self, placement: Placement) -> Placement:
+        self.asked += 1
+        short = sum(placement.stretches) - self.most
+        return placement._replace(missing_bytes=max(short, placement.missing_bytes, 0))
+
+
+def kind_with(stretches: tuple[int, ...]) -> Kind:
+    """One with a plan laid out in that room."""
+    kind: Any = Kind("a step")
+    kind.capture, kind.plan, kind.script = object(), None, object()
+    kind.plan = object()
+    kind.placement, kind.recorded = Placement(stretches, 0), True
+    return kind  # type: ignore[no-any-return]
+
+
+def planner(meter: Small, least: int) -> Callable[[Kind], None]:
+    """Lays plans out in all that is left; none fits in less than `least`."""
+
+    def plan(kind: Kind) -> None:
+        left = BUDGET - meter.overhead(BUDGET)
+        if left < least:
+            raise BudgetError("too small", missing_bytes=1, smallest_bytes=least)
+        kind.plan, kind.placement = object(), Placement((left,), 0)  # type: ignore[assignment]
+
+    return plan
+
+
+def test_a_room_that_is_there_changes_nothing() -> None:
+    """No plan is made."""
+    meter, kind = Small(1000), kind_with((900,))
+    before = kind.force
+    make_room(kind, meter, BUDGET, planner(meter, 0))
+    assert kind.force == before and meter.slack == 0 and meter.asked == 1
+
+
+def test_a_room_too_small_is_planned_with() -> None:
+    """The plan in force from now on is laid out in what there is."""
+    meter, kind = Small(900), kind_with((1000,))
+    make_room(kind, meter, BUDGET, planner(meter, 0))
+    assert kind.placement == Placement((900,), 0)
+    assert meter.slack == pytest.approx(0.1) and meter.asked == 2
+
+
+def test_where_nothing_fits_in_it_the_plan_stays() -> None:
+    """With what is missing noted: the allocator tidies up in mid-step."""
+    meter, kind = Small(900), kind_with((1000,))
+    plan = kind.plan
+    make_room(kind, meter, BUDGET, planner(meter, 950))
+    assert kind.plan is plan and meter.slack == 0
+    assert kind.placement == Placement((1000,), 100)
+
+
+def test_after_a_failure_the_allocator_has_more() -> None:
+    """Whether or not there was a plan yet; and it says so."""
+    meter = Small(1000)
+    assert "step 1" in after_failure(None, meter, planner(meter, 0))
+    assert meter.slack == OFF_BY
