@@ -1,4 +1,4 @@
-"""What a plan may do with storages and blocks: Recompute, Move, Compress. The rest is kept."""
+"""What a plan may do with storages and blocks: Recompute, Move, Compress, Park. The rest stays."""
 
 import msgspec
 
@@ -33,6 +33,18 @@ class Compress(msgspec.Struct, frozen=True, kw_only=True, tag="compress"):
     """A name in CODECS."""
 
 
+class Park(msgspec.Struct, frozen=True, kw_only=True, tag="park"):
+    """Keep optimizer states on the host; they pass through the device while it updates."""
+
+    params: tuple[str, ...]
+    """Whose, in the order in which they are updated."""
+    num_bytes: int
+    wave_bytes: int
+    """So many pass through together; all of a parameter's, however many they are."""
+    window_bytes: int
+    """Most of them on the device at once."""
+
+
 class Codec(msgspec.Struct, frozen=True, kw_only=True):
     """Bits stored per element, on which dtypes, and whether that is exact."""
 
@@ -48,7 +60,7 @@ CODECS = {
     "fp8": Codec(bits=8, dtypes=("float32", "bfloat16", "float16"), exact=False),
 }
 
-Action = Recompute | Move | Compress
+Action = Recompute | Move | Compress | Park
 
 
 def compressed_bytes(codec: str, num_bytes: int, dtype: str) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from legroom.memory.actions import Action, Compress, Move, Recompute, compressed_bytes
+from legroom.memory.parking import ALIVE, parks, update_position
 from legroom.memory.plan import held_inputs
 from legroom.memory.simulate import Simulator
 
@@ -51,6 +52,7 @@ NOWHERE = Placement((), 0)
 def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
     """The best of some splits of what a limit leaves beside the tensors that are always there."""
     room = limit - sum(s.num_bytes for s in simulator.step.storages if s.birth < 0)
+    room += sum(park.num_bytes for park in parks(actions))
     return arrange(_events(list(stays(simulator, actions))), room, WALL)
 
 
@@ -149,6 +151,9 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
             yield back, storage.last + 1, storage.num_bytes
     for i, op in enumerate(step.ops):
         yield i, i + 1, op.workspace_bytes
+    for park in parks(actions):
+        for _ in range(ALIVE):
+            yield update_position(step), len(step.ops), park.window_bytes // ALIVE
     for r in replays:
         yield r.position, r.position + 1, r.variant.replay_peak_bytes - r.variant.dropped_bytes
 

@@ -6,7 +6,9 @@ from scipy.optimize import lsq_linear
 
 from legroom.core.errors import RecordError
 from legroom.machine.spec import Machine
+from legroom.memory.actions import Action
 from legroom.memory.kinds import Kind, rescaled
+from legroom.memory.parking import parks
 from legroom.memory.profile import Capture
 from legroom.memory.script import Script
 from legroom.memory.simulate import Simulator
@@ -36,7 +38,7 @@ def to_scale(kind: Kind, capture: Capture, machine: Machine) -> Capture:
     """Times as they are without the recorder: those of the warm step under the same plan."""
     if kind.reference is None or kind.script is None or kind.script.moves:
         return capture
-    actions = kind.script.plan.recomputes
+    actions: list[Action] = [*kind.script.plan.recomputes, *parks(kind.script.plan.actions)]
     seconds, host_s = kind.reference
     try:
         replays_s = sum(r.variant.host_s for r in Simulator(capture.step, machine).replays(actions))

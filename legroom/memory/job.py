@@ -13,6 +13,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -26,9 +27,13 @@ from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
 from legroom.memory.kinds import Kind, Measurement, Outfit
+from legroom.memory.mechanisms.states import StateKeeper
+from legroom.memory.mechanisms.tape import paused
 from legroom.memory.online import make_evictor
+from legroom.memory.parking import held_fast
 from legroom.memory.planner import make_placed_plan, make_safe_plan
 from legroom.memory.profile import (
+    Capture,
     StandInLoss,
     capture_real,
     capture_unseen,
@@ -86,6 +91,7 @@ class MemoryJob:
         self.signer = Signer(model)
         self.runner = Runner(model, device)
         self.tiers = Tiers(device, disk_dir, before_close=self.runner.mover.evacuate)
+        self.states = StateKeeper(optimizer, dict(model.named_parameters()), device)
         self.workshop = make_workshop(model, device) if compile_blocks else None
         self.meter: Meter = make_meter(device)
         self.meter.cap(self.budget["device"])
@@ -152,8 +158,10 @@ class MemoryJob:
             return
         timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()
         recorder = Recorder(self.model, self.device, timer)
-        name_states(recorder, self.model, self.optimizer)
-        self._recording = (recorder, timer, self.meter.found())
+        name_states(recorder, self.model, self.states.here())
+        self._recording = (recorder, timer, self.meter.found() + self.states.away_bytes)
+        seen = partial(recorder.name_storage, role="state")
+        stack.enter_context(self.states.watched(partial(paused, recorder), seen))
         stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
         stack.enter_context(recorder.watch_modules())
@@ -191,13 +199,18 @@ class MemoryJob:
         if kind.capture is None:
             return
         held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
-        kind.capture = with_others(kind.capture, self.meter.found(), held)
+        kind.capture = self._with_others(kind.capture, self.meter.found(), held)
         unseen = (loss.num_bytes + self.meter.scratch, loss.num_bytes, 0)
         budget, step = self.planning_budget(), kind.capture.step
         kind.plan = make_safe_plan(
             step, self.machine, budget, self.policy, lossy=self.lossy, unseen=unseen
         )
         kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
+
+    def _with_others(self, capture: Capture, found: int, held: int | None = None) -> Capture:
+        capture = with_others(capture, found, held)
+        step = capture.step if self.states.able else held_fast(capture.step)
+        return capture._replace(step=step)
 
     def _plan(self, kind: Kind) -> None:
         assert kind.capture is not None
@@ -215,6 +228,8 @@ class MemoryJob:
         return self.meter.usable(self.budget)
 
     def _take_up(self, kind: Kind) -> None:
+        parks = [k.plan.park for k in self.kinds.values() if k.plan is not None and k.plan.park]
+        self.states.keep(max(parks, key=lambda park: park.num_bytes, default=None))
         make_room(kind, self.meter, self.budget["device"], self._plan)
         if kind.script is None:
             self._take_up_rule()
@@ -269,11 +284,11 @@ class MemoryJob:
         assert self._recording is not None
         (recorder, timer, found), self._recording = self._recording, None
         like, sign = kind.capture.step if kind.capture is not None else None, kind.signature
-        name_states(recorder, self.model, None)
+        name_states(recorder, self.model)
         kind.capture = capture_real(
             recorder, timer, self.model, self.machine, like=like, blocks=self.blocks, signature=sign
         )
-        kind.capture = to_scale(kind, with_others(kind.capture, found), self.machine)
+        kind.capture = to_scale(kind, self._with_others(kind.capture, found), self.machine)
         if self.workshop is not None and like is not None:
             self.workshop.dress(kind, like, self.machine, self.meter, self.budget, self.policy)
         kind.recorded, kind.best = True, None
@@ -286,11 +301,14 @@ class MemoryJob:
         reading, mover, lanes = self.meter.last(), self.runner.mover, self.tiers.lanes
         moved = {f"device->{tier}": n for tier, n in mover.out_bytes.items()}
         moved |= {f"{tier}->device": n for tier, n in mover.in_bytes.items()}
+        for name in ("device->host", "host->device") if self.states.moved_bytes else ():
+            moved[name] = moved.get(name, 0) + self.states.moved_bytes
         stall = lanes.take_stall() if lanes is not None else float
         rest, peaks = (self.runner.replayer.seconds, moved, reading.host_s), reading.peaks
         kind.presses += reading.pressed
         if "step" in peaks:
-            peaks = {"device": peaks["step"] + kind.static_bytes}
+            there = kind.static_bytes - self.states.away_bytes
+            peaks = {"device": peaks["step"] + there}
         self._check_peak(peaks.get("reserved", peaks.get("device", 0)))
         return lambda: Measurement(reading.seconds(), peaks, stall(), *rest)
 
@@ -376,4 +394,5 @@ class MemoryJob:
             self._place(Outfit())
             self.runner.remove()
             self.meter.uncap()  # first: what is still out comes back, however little room there was
+            self.states.close()
             self.tiers.close()

@@ -6,7 +6,8 @@ from typing import Self
 from legroom.core.errors import RecordError
 from legroom.core.files import Record
 from legroom.core.outcome import Outcome
-from legroom.memory.actions import CODECS, ITEM_BYTES, Action, Compress, Move, Recompute
+from legroom.memory.actions import CODECS, ITEM_BYTES, Action, Compress, Move, Park, Recompute
+from legroom.memory.parking import param_states
 from legroom.memory.trace import FULL, Step, Variant
 
 Held = dict[int, tuple[int, int]]
@@ -47,6 +48,11 @@ class Plan(Record, frozen=True, kw_only=True):
         return [a for a in self.actions if isinstance(a, Compress)]
 
     @property
+    def park(self) -> Park | None:
+        """The optimizer states to be kept on the host, if any."""
+        return next((a for a in self.actions if isinstance(a, Park)), None)
+
+    @property
     def exact(self) -> bool:
         """Whether gradients are bit-identical to those of the unplanned step."""
         return all(CODECS[a.codec].exact for a in self.compressions)
@@ -57,11 +63,7 @@ class Plan(Record, frozen=True, kw_only=True):
             raise RecordError("plan: the budget must name the device tier")
         seen: set[tuple[str, int]] = set()
         for i, action in enumerate(self.actions):
-            target = (
-                ("block", action.block)
-                if isinstance(action, Recompute)
-                else ("storage", action.storage)
-            )
+            target = _target(action)
             if target in seen:
                 raise RecordError(f"plan action {i}: {target[0]} {target[1]} is acted on twice")
             seen.add(target)
@@ -85,7 +87,18 @@ class Plan(Record, frozen=True, kw_only=True):
             _check_move(move, step, dropped, held_inputs(step, self.recomputes))
         for row in self.compressions:
             _check_compress(row, step, dropped)
+        known = param_states(step) if self.park is not None else {}
+        for name in self.park.params if self.park is not None else ():
+            if name not in known:
+                raise RecordError(f"plan parks states of {name}, of which the step has none")
         return self
+
+
+def _target(action: Action) -> tuple[str, int]:
+    """What an action acts on."""
+    if isinstance(action, Recompute):
+        return "block", action.block
+    return ("states", 0) if isinstance(action, Park) else ("storage", action.storage)
 
 
 def find_variant(step: Step, action: Recompute) -> Variant:

@@ -1,7 +1,7 @@
 """Capture a step as a trace: with fake tensors on any machine, or from a real recorded step."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -196,7 +196,18 @@ def _with_update(step: Step, optimizer: str, machine: Machine, signature: str) -
     end = len(step.ops)
     grads = [i for i, s in enumerate(step.storages) if s.kind == Kind.GRADIENT]
     params = sum(step.storages[i].num_bytes for i in grads)
-    state = Storage("optimizer", int(params * rule.copies), Kind.STATE, -1, end + 1, end + 1)
+    states = tuple(
+        Storage(
+            f"{step.storages[i].name.removesuffix('.grad')}.state",
+            int(step.storages[i].num_bytes * rule.copies),
+            Kind.STATE,
+            -1,
+            end + 1,
+            end + 1,
+        )
+        for i in grads
+        if rule.copies
+    )
     storages = tuple(
         Storage(
             s.name,
@@ -213,11 +224,13 @@ def _with_update(step: Step, optimizer: str, machine: Machine, signature: str) -
     update = Op(
         f"optimizer.{optimizer}", "", Phase.UPDATE, -1,
         op_time(machine, 0, params * (3 + 2 * rule.copies), "float32"),
-        tuple(grads), (len(storages),), int(params * rule.scratch),
+        tuple(grads), tuple(range(len(storages), len(storages) + len(states))),
+        int(params * rule.scratch),
     )  # fmt: skip
     return Step(
         model=step.model, signature=signature, machine=step.machine, capture=step.capture,
-        ops=(*step.ops, update), storages=(*storages, state), saved=step.saved, blocks=step.blocks,
+        ops=(*step.ops, update), storages=(*storages, *states), saved=step.saved,
+        blocks=step.blocks,
     ).check()  # fmt: skip
 
 
@@ -272,15 +285,14 @@ class StandInLoss:
 
 
 def name_states(
-    recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    recorder: Recorder, model: nn.Module, states: Iterable[tuple[str, Tensor]] = ()
 ) -> None:
     """Tell a recorder which storages are gradients and optimizer states."""
     for name, param in model.named_parameters():
         if param.grad is not None:
             recorder.name_storage(param.grad, f"{name}.grad", "gradient")
-    for leaf in tree_leaves(dict(optimizer.state) if optimizer else {}):
-        if isinstance(leaf, Tensor):
-            recorder.name_storage(leaf, "optimizer state", "state")
+    for name, state in states:
+        recorder.name_storage(state, name, "state")
 
 
 def held_bytes(

@@ -9,7 +9,8 @@ import numpy as np
 
 from legroom.memory.actions import Action, Move, Recompute
 from legroom.memory.plan import Held, first_need, held_inputs
-from legroom.memory.simulate import Levels, Replay, Simulator
+from legroom.memory.play import Replay
+from legroom.memory.simulate import Levels, Simulator
 
 EARLY = 1.15
 """Prefetches are given this much more time than the link needs: late costs more than early."""

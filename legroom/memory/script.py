@@ -116,4 +116,4 @@ class Script:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do at all."""
-        return not self.plan.actions
+        return not (self.moves or self.codecs or self.variants)

@@ -6,9 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from legroom.core.outcome import Span, Timeline
-from legroom.memory.actions import Action, Compress, Move, Recompute, compressed_bytes
+from legroom.memory.actions import Action, Compress, Move, Park, Recompute, compressed_bytes
+from legroom.memory.parking import update_position
 from legroom.memory.plan import held_inputs
-from legroom.memory.simulate import Levels, Play, Simulator
+from legroom.memory.play import Play
+from legroom.memory.simulate import Levels, Simulator
 from legroom.memory.trace import Kind, Step
 
 MAX_POINTS = 1500
@@ -76,6 +78,10 @@ def _levels(simulator: Simulator, actions: Sequence[Action]) -> Columns:
             )
             deltas["activation"][step.packed(a.storage)] += small
             deltas["activation"][step.storages[a.storage].death + 1] -= small
+        elif isinstance(a, Park):
+            deltas["state"][0] -= a.num_bytes
+            deltas["state"][update_position(step)] += a.window_bytes
+            deltas["state"][len(step.ops)] -= a.window_bytes
     for replay in simulator.replays(actions):
         for i in replay.variant.drops:
             gone = max(step.storages[i].release + 1, held.get(i, (0, 0))[1])

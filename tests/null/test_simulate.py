@@ -14,7 +14,8 @@ import pytest
 from legroom.machine.spec import Link, Machine, Tier
 from legroom.memory.actions import Action, Compress, Move, Recompute
 from legroom.memory.handmade import chain, natural_peak
-from legroom.memory.simulate import Simulator, tier_peaks
+from legroom.memory.play import tier_peaks
+from legroom.memory.simulate import Simulator
 
 STEP = chain(2, 10, output_bytes=3)
 S0, S1 = 1, 3

@@ -17,6 +17,7 @@ import numpy as np
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.policies.every_nth import every_nth
+from legroom.memory.policies.park import parked
 from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.recompute_all import recompute_all
 from legroom.memory.policies.repair import repair
@@ -35,7 +36,14 @@ DEADLINE_S = 3.0
 
 @POLICIES.register("auto")
 def auto(problem: Problem) -> Choice:
-    """The fastest mix of variants and moves that keeps the budget."""
+    """The fastest mix of variants and moves that keeps the budget; states leave if they must."""
+    choice = _with_all_states(problem)
+    if problem.fits(choice.actions):
+        return choice
+    return parked(problem, choice, _with_all_states)
+
+
+def _with_all_states(problem: Problem) -> Choice:
     if problem.fits([]):
         return Choice([], "everything fits as it is")
     started = time.monotonic()

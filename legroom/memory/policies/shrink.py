@@ -7,7 +7,7 @@ and `polish` takes back whatever the step is then faster without.
 
 from collections.abc import Callable
 
-from legroom.memory.actions import CODECS, Action, Compress, Recompute
+from legroom.memory.actions import CODECS, Action, Compress, Park, Recompute
 from legroom.memory.plan import held_inputs
 from legroom.memory.planner import Problem
 from legroom.memory.policies.swap_all import movable
@@ -59,7 +59,7 @@ def _storages(problem: Problem, action: Action) -> tuple[int, ...]:
     if isinstance(action, Recompute):
         (replay,) = problem.simulator.replays([action])
         return replay.variant.drops
-    return (action.storage,)
+    return () if isinstance(action, Park) else (action.storage,)
 
 
 def _held(problem: Problem, actions: list[Action]) -> set[int]:

@@ -1,0 +1,370 @@
+"""Optimizer states on the host between updates.
+
+In place of the optimizer's `step` is one that goes through its parameters in waves: the states of
+a wave are copied in, the optimizer itself updates those parameters, and the states are copied out,
+while the next wave comes in. An optimizer that treats each parameter on its own gives the same bits
+as in one go. Between updates `optimizer.state` has tensors of the host in the places of these.
+
+[Note: order] Room on the device is taken and given back in the order of the stream that computes:
+a wave comes in after that stream has reached its place, and its room is free once that stream has
+been told to wait for the copy out. So no copy is waited for by the host.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from legroom.memory.actions import Park
+from legroom.memory.mechanisms.pool import Slab, round_up
+from legroom.memory.parking import LEAST_BYTES, pack
+
+APART = ("LBFGS", "SparseAdam")
+"""Optimizers of torch that do not treat each parameter on its own, or not all of it."""
+Wave = list[Tensor]
+States = list[tuple[Tensor, str, Tensor]]
+"""Parameter, name, and the state on the device."""
+Quiet = Callable[[], AbstractContextManager[Any]]
+Seen = Callable[[Tensor, str], None]
+
+
+@dataclass
+class Batch:
+    """States on their way, and what tells that they have arrived."""
+
+    rows: States = field(default_factory=list)
+    event: Any = None
+
+
+def can_park(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether an optimizer is known to treat each parameter on its own."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ not in APART
+
+
+class StateKeeper:
+    """Keeps states of one optimizer on the host; does nothing until it is told how much."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        named: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.optimizer, self.device = optimizer, device
+        ours = set(self._params()) if optimizer is not None else set()
+        self._named = {name: p for name, p in named.items() if p in ours}
+        self._names = {p: name for name, p in self._named.items()}
+        self.able = can_park(optimizer)
+        self._quiet: Quiet = nullcontext
+        self._seen: Seen = lambda state, name: None
+        self.moved_bytes = 0
+        """Copied each way in the last update."""
+        self._park: Park | None = None
+        self._slots: dict[Tensor, dict[str, tuple[Slab, int, Tensor]]] = {}
+        self._lanes = _Lanes(device)
+        self._undo: list[Callable[[], None]] = []
+
+    # -- how much ----------------------------------------------------------------------------
+
+    def keep(self, park: Park | None) -> None:
+        """From now on, so many bytes of states are on the host between updates, or a few more."""
+        if park is not None and not self._undo:
+            self._install()
+        self._park = park
+        rows = [row for p in self._chosen() for row in self._on_device(p)]
+        if rows:
+            self._send(rows)
+            self._lanes.finish()
+
+    @contextmanager
+    def watched(self, quiet: Quiet, seen: Seen) -> Iterator[None]:
+        """A step is recorded: copies are none of its ops, but it sees each state that comes in."""
+        self._quiet, self._seen = quiet, seen
+        try:
+            yield
+        finally:
+            self._quiet, self._seen = nullcontext, lambda state, name: None
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of states that are on the host now."""
+        return sum(x.nbytes for p in self._away() for x in self._hosted(p).values())
+
+    def here(self) -> Iterator[tuple[str, Tensor]]:
+        """The states that are not on the host, by parameter and name."""
+        for param, state in (self.optimizer.state if self.optimizer else {}).items():
+            owner = self._names.get(param, "optimizer")
+            hosted = self._hosted(param) if isinstance(param, Tensor) else {}
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if name not in hosted:
+                    leaves = (x for x in tree_leaves(value) if isinstance(x, Tensor))
+                    yield from ((f"{owner}.{name}", x) for x in leaves)
+
+    def _params(self) -> Iterator[Tensor]:
+        assert self.optimizer is not None
+        return (p for group in self.optimizer.param_groups for p in group["params"])
+
+    def _chosen(self) -> list[Tensor]:
+        """Those whose states are to be on the host."""
+        names = self._park.params if self._park is not None else ()
+        return [self._named[name] for name in names if name in self._named]
+
+    def _away(self) -> list[Tensor]:
+        return [p for p in self._slots if self._hosted(p)]
+
+    def _hosted(self, param: Tensor) -> dict[str, Tensor]:
+        """The states of a parameter that are in their places on the host."""
+        assert self.optimizer is not None
+        state, slots = self.optimizer.state.get(param, {}), self._slots.get(param, {})
+        return {name: slot[2] for name, slot in slots.items() if state.get(name) is slot[2]}
+
+    def _on_device(self, param: Tensor) -> States:
+        """States of a parameter that can be parked and are not."""
+        assert self.optimizer is not None
+        found = self.optimizer.state.get(param, {})
+        return [
+            (param, name, x)
+            for name, x in found.items()
+            if type(x) is Tensor
+            and x.device == param.device
+            and x.nbytes >= LEAST_BYTES
+            and _is_dense(x)
+            and name not in self._hosted(param)
+        ]
+
+    # -- an update ---------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        inner, own, keeper = optimizer.step, "step" in vars(optimizer), self
+
+        def step(self: Any, closure: Any = None, **kwargs: Any) -> Any:
+            if keeper._park is None and not keeper._away():
+                return inner(closure, **kwargs) if closure is not None else inner(**kwargs)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            keeper._update(inner, kwargs)
+            return loss
+
+        def undo() -> None:
+            if vars(optimizer).get("step") is not mine:  # wrapped once more: it passes calls on
+                return
+            del vars(optimizer)["step"]
+            if own:
+                vars(optimizer)["step"] = inner
+
+        # A method that looks like the one before, as schedulers expect that count the calls.
+        update_wrapper(step, inner)
+        mine = vars(optimizer)["step"] = MethodType(step, optimizer)
+        hook = optimizer.register_state_dict_pre_hook(lambda _: self._lanes.finish())
+        self._undo = [undo, hook.remove]
+
+    def _update(self, inner: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        """All parameters, wave by wave; what stays on the device first, while the first comes."""
+        self.moved_bytes = 0
+        waves, chosen = self._waves(), set(self._chosen())
+        coming, going = Batch(), Batch()
+        try:
+            with self._hooks_once(kwargs):
+                for i, wave in enumerate(waves):
+                    self._arrive(coming)
+                    coming = self._fetch(waves[i + 1] if i + 1 < len(waves) else [])
+                    with self._only(wave):
+                        inner(**kwargs)
+                    gone, going = (
+                        going,
+                        self._send(
+                            [row for p in wave if p in chosen for row in self._on_device(p)]
+                        ),
+                    )
+                    self._release(gone)
+        finally:  # room that copies still use must not be given to others
+            for batch in (coming, going):
+                self._release(batch)
+
+    def _waves(self) -> list[Wave]:
+        """Parameters to update together: first those whose states stay, then some at a time."""
+        away = dict.fromkeys((*self._chosen(), *self._away()))
+        rows = {p: sum(x.nbytes for x in self._hosted(p).values()) or 2 * p.nbytes for p in away}
+        waves: list[Wave] = [[p for p in self._params() if p not in away]]
+        params = iter(rows)
+        for sizes in pack(list(rows.values()), self._park.wave_bytes if self._park else 1):
+            waves.append([next(params) for _ in sizes])
+        return waves
+
+    @contextmanager
+    def _only(self, wave: Wave) -> Iterator[None]:
+        """Have the optimizer see only these parameters."""
+        optimizer, ours = self.optimizer, set(wave)
+        assert optimizer is not None
+        groups, params = optimizer.param_groups, [g["params"] for g in optimizer.param_groups]
+        for group, mine in zip(groups, params, strict=True):
+            group["params"] = [p for p in mine if p in ours]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = groups
+            for group, mine in zip(groups, params, strict=True):
+                group["params"] = mine
+
+    @contextmanager
+    def _hooks_once(self, kwargs: dict[str, Any]) -> Iterator[None]:
+        """The user's hooks around a step are called once, not with every wave."""
+        optimizer: Any = self.optimizer
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        before, after = (getattr(optimizer, name) for name in names)
+        for hook in list(before.values()):
+            hook(optimizer, (), kwargs)
+        for name in names:
+            setattr(optimizer, name, OrderedDict())
+        try:
+            yield
+        finally:
+            for name, hooks in zip(names, (before, after), strict=True):
+                setattr(optimizer, name, hooks)
+        for hook in list(after.values()):
+            hook(optimizer, (), kwargs)
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def _fetch(self, wave: Wave) -> Batch:
+        """Begin to copy a wave's states in; only those that will be asked for."""
+        with self._quiet(), torch.no_grad():
+            rows = [
+                (param, name, torch.empty_like(host, device=self.device))
+                for param in wave
+                for name, host in (self._hosted(param) if param.grad is not None else {}).items()
+            ]
+            self._lanes.turn(out=False)
+            for param, name, x in rows:
+                slab, offset, _ = self._slots[param][name]
+                self._lanes.copy(slab, offset, _flat(x), out=False)
+        self.moved_bytes += sum(x.nbytes for _, _, x in rows)
+        return Batch(rows, self._lanes.mark(out=False))
+
+    def _arrive(self, batch: Batch) -> None:
+        """From here on the optimizer sees them on the device."""
+        assert self.optimizer is not None
+        self._lanes.wait(batch.event)
+        for param, name, x in batch.rows:
+            self._seen(x, f"{self._names[param]}.{name}")
+            self.optimizer.state[param][name] = x
+        batch.rows.clear()
+
+    def _send(self, rows: States) -> Batch:
+        """Begin to copy states out; the optimizer has those of the host from here on."""
+        assert self.optimizer is not None
+        with self._quiet(), torch.no_grad():
+            self._make_slots(rows)
+            self._lanes.turn(out=True)
+            for param, name, x in rows:
+                slab, offset, host = self._slots[param][name]
+                self._lanes.copy(slab, offset, _flat(x), out=True)
+                self.optimizer.state[param][name] = host
+        return Batch(rows, self._lanes.mark(out=True))
+
+    def _release(self, batch: Batch) -> None:
+        """The room of states that went is free."""
+        if batch.rows:
+            self._lanes.wait(batch.event)
+            batch.rows.clear()
+
+    def _make_slots(self, rows: States) -> None:
+        """A place on the host for each, of the same form."""
+        new = []
+        for param, name, x in rows:
+            slot = self._slots.setdefault(param, {}).get(name)
+            if slot is None or not _alike(slot[2], x):
+                new.append((param, name, x))
+        if not new:
+            return
+        slab = Slab(sum(round_up(x.nbytes) for _, _, x in new), pin=self.device.type == "cuda")
+        offset = 0
+        for param, name, x in new:
+            flat = slab.view(offset, x.nbytes).view(x.dtype)
+            self._slots[param][name] = slab, offset, flat.as_strided(x.size(), x.stride())
+            offset += round_up(x.nbytes)
+
+    def close(self) -> None:
+        """Bring everything back to the device, and let the optimizer be."""
+        self._lanes.finish()
+        for param in self._away():
+            assert self.optimizer is not None
+            for name, host in self._hosted(param).items():
+                self.optimizer.state[param][name] = host.to(self.device, copy=True)
+        self._slots.clear()
+        for undo in self._undo:
+            undo()
+        self._undo, self._park = [], None
+
+
+def _is_dense(state: Tensor) -> bool:
+    """Whether its numbers lie side by side, in whatever order."""
+    pairs = zip(state.size(), state.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in pairs) == state.numel()
+
+
+def _flat(state: Tensor) -> Tensor:
+    """The bytes of a dense tensor, in the order in which they lie."""
+    return state.as_strided((state.numel(),), (1,)).view(torch.uint8)
+
+
+def _alike(host: Tensor, state: Tensor) -> bool:
+    return (host.size(), host.stride(), host.dtype) == (state.size(), state.stride(), state.dtype)
+
+
+class _Lanes:
+    """Streams to and from the host; on a CPU, copies made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: dict[bool, torch.cuda.Stream] = {}
+
+    def _stream(self, out: bool) -> torch.cuda.Stream | None:
+        if self.device.type != "cuda":
+            return None
+        if out not in self._streams:
+            self._streams[out] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._streams[out]
+
+    def turn(self, *, out: bool) -> None:
+        """What is copied from here on comes after what has been computed so far."""
+        stream = self._stream(out)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def copy(self, slab: Slab, offset: int, flat: Tensor, *, out: bool) -> None:
+        """A tensor's bytes to their place on the host, or back."""
+        stream = self._stream(out)
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for start, size in slab.cuts(offset, flat.nbytes):
+                here, there = flat.narrow(0, start - offset, size), slab.view(start, size)
+                target, source = (there, here) if out else (here, there)
+                target.copy_(source, non_blocking=stream is not None)
+
+    def mark(self, *, out: bool) -> Any:
+        """Tells when all that was copied so far has arrived."""
+        stream = self._stream(out)
+        return stream.record_event() if stream is not None else None
+
+    def wait(self, event: Any) -> None:
+        """Go on computing only after that."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def finish(self) -> None:
+        """Wait until all bytes are on the host."""
+        if True in self._streams:
+            self._streams[True].synchronize()
