@@ -230,3 +230,21 @@ def test_masks_alone_can_keep_a_budget() -> None:
         make_plan(step, machine(), budget(step, 0.05), "auto")
     least = caught.value.smallest_bytes
     assert make_plan(step, machine(), {"device": least}, "auto").predicted.device_bytes <= least
+
+
+def test_auto_leaves_a_disk_behind_the_host_alone() -> None:
+    """It is reached over the same link; unless the host has no room for what is best."""
+    tiers = tuple(Tier(name=n, num_bytes=10**6) for n in ("device", "host", "disk"))
+    pairs = (("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host"))
+    links = tuple(Link(source=a, target=b, bytes_per_s=20.0) for a, b in pairs)
+    deep = msgspec.structs.replace(machine(), tiers=tiers, links=links)
+    for seed in range(12):
+        step = random_chain(seed)
+        limits = budget(step, 0.6, host=10**6, disk=10**6)
+        try:
+            plan = make_plan(step, deep, limits, "auto")
+        except BudgetError:
+            continue
+        assert "disk" not in plan.predicted.peak_bytes
+        bare = make_plan(step, deep, {**limits, "host": 1}, "auto")
+        assert bare.predicted.peak_bytes.get("host", 0) <= 1

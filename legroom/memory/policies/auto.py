@@ -16,6 +16,7 @@ import numpy as np
 
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute
 from legroom.memory.planner import POLICIES, Choice, Problem
+from legroom.memory.play import tier_peaks
 from legroom.memory.policies.every_nth import every_nth
 from legroom.memory.policies.park import parked
 from legroom.memory.policies.program import Answer, Program
@@ -32,6 +33,8 @@ LINK_SHARES = (0.9, 0.7, 0.5, 0.25)
 LEAST_SHARE = 20_000
 """Tensors smaller than this part of the budget are not worth a move."""
 DEADLINE_S = 3.0
+HOST_FULL = 0.9
+"""A host used to this share of its budget may have been too small for what was best."""
 
 
 @POLICIES.register("auto")
@@ -44,6 +47,27 @@ def auto(problem: Problem) -> Choice:
 
 
 def _with_all_states(problem: Problem) -> Choice:
+    """What is behind the host is no faster than the host: it is for what that has no room for."""
+    near = _near(problem)
+    choice = _mix(near)
+    if near is problem:
+        return choice
+    used = tier_peaks(problem.step, choice.actions).get("host", 0)
+    if problem.fits(choice.actions) and used < HOST_FULL * problem.budget["host"]:
+        return choice
+    return _mix(problem)
+
+
+def _near(problem: Problem) -> Problem:
+    """The same without the disk, where that is reached by way of the host."""
+    way = problem.simulator.routes.get("disk")
+    if way is None or len(way[0]) == 1 or problem.tiers() != ["host", "disk"]:
+        return problem
+    budget = {tier: size for tier, size in problem.budget.items() if tier != "disk"}
+    return problem._replace(budget=budget)
+
+
+def _mix(problem: Problem) -> Choice:
     if problem.fits([]):
         return Choice([], "everything fits as it is")
     started = time.monotonic()

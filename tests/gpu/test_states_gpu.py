@@ -1,0 +1,99 @@
+"""Optimizer states on the host, on CUDA: the same weights bit for bit, within the cap."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import legroom
+from legroom.memory.actions import Park
+from legroom.memory.mechanisms.states import StateKeeper
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def clean_device() -> Iterator[None]:
+    """What one test leaves on the device must not count against the next one's budget."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Block(nn.Module):
+    """Two products; 32 MiB of weights."""
+
+    def __init__(self, dim: int = 1024) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(8)]).cuda()
+
+
+def batch(i: int) -> Tensor:
+    return torch.randn(256, 1024, generator=torch.Generator().manual_seed(i)).cuda()
+
+
+def train(budget: int = 0, steps: int = 12) -> tuple[list[Tensor], object]:
+    """Weights after some steps, on the host."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    job = None
+    if budget:
+        job = legroom.fit(model, optimizer, budget={"device": budget, "host": 4 * GIB})
+    for i in range(steps):
+        with job.step() if job is not None else contextlib.nullcontext():
+            model(batch(i)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().cpu() for p in model.parameters()], job
+
+
+@pytest.mark.parametrize("budget", [950 * MIB, 820 * MIB])
+def test_a_job_smaller_than_its_states_trains_bit_for_bit(budget: int) -> None:
+    """Weights and gradients take 512 MiB, states as much again."""
+    plain, _ = train()
+    gc.collect()
+    torch.cuda.empty_cache()
+    mine, job = train(budget)
+    assert job is not None and job.states.away_bytes > 0
+    assert job.comparison().measured.peak_bytes["reserved"] <= budget
+    assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
+    job.close()
+    assert job.states.away_bytes == 0
+
+
+def test_a_host_far_ahead_of_the_device_changes_nothing() -> None:
+    """Waves of all sizes while the device is kept busy: copies wait for what they need."""
+    found = []
+    for keep in (False, True):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        keeper = StateKeeper(optimizer, dict(model.named_parameters()), torch.device("cuda", 0))
+        names = tuple(name for name, _ in model.named_parameters())
+        for i in range(6):
+            if keep:
+                size = (1, 40 * MIB, 100 * MIB)[i % 3]
+                keeper.keep(Park(params=names, num_bytes=1, wave_bytes=size, window_bytes=1))
+            model(batch(i)).square().mean().backward()
+            torch.cuda._sleep(20_000_000)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = optimizer.state_dict()["state"].values()
+        found.append([x.cpu() for state in states for x in state.values()])
+        keeper.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
