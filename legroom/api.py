@@ -104,7 +104,7 @@ class Job(MemoryJob):
         """Write the report as one HTML file; with `budgets`, other ones are planned for as well."""
         kind = self.known()
         assert kind.capture is not None and kind.plan is not None
-        measured = self.meter.timeline(kind.static_bytes)
+        measured = self.meter.timeline(kind.static_bytes - self.states.kept_bytes)
         points = self.frontier() if budgets else ()
         both, timeline = comparison or self.comparison(kind), self.timeline(kind)
         step = kind.capture.step

@@ -153,7 +153,7 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
         yield i, i + 1, op.workspace_bytes
     for park in parks(actions):
         for _ in range(ALIVE):
-            yield update_position(step), len(step.ops), park.window_bytes // ALIVE
+            yield update_position(step), len(step.ops) + 1, park.window_bytes // ALIVE
     for r in replays:
         yield r.position, r.position + 1, r.variant.replay_peak_bytes - r.variant.dropped_bytes
 

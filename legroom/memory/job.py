@@ -13,7 +13,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -28,9 +27,8 @@ from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
 from legroom.memory.kinds import Kind, Measurement, Outfit
 from legroom.memory.mechanisms.states import StateKeeper
-from legroom.memory.mechanisms.tape import paused
 from legroom.memory.online import make_evictor
-from legroom.memory.parking import held_fast
+from legroom.memory.parking import held_fast, with_states
 from legroom.memory.planner import make_placed_plan, make_safe_plan
 from legroom.memory.profile import (
     Capture,
@@ -49,6 +47,7 @@ from legroom.memory.script import Script
 from legroom.memory.signature import Signer
 from legroom.memory.tiers import Tiers
 from legroom.memory.timers import CpuTimer, CudaTimer
+from legroom.memory.trace import Step
 from legroom.memory.verify import Snapshot, Verdict, verify_step
 
 if TYPE_CHECKING:
@@ -160,8 +159,7 @@ class MemoryJob:
         recorder = Recorder(self.model, self.device, timer)
         name_states(recorder, self.model, self.states.here())
         self._recording = (recorder, timer, self.meter.found() + self.states.away_bytes)
-        seen = partial(recorder.name_storage, role="state")
-        stack.enter_context(self.states.watched(partial(paused, recorder), seen))
+        stack.enter_context(self.states.recorded(recorder))
         stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
         stack.enter_context(recorder.watch_modules())
@@ -199,7 +197,7 @@ class MemoryJob:
         if kind.capture is None:
             return
         held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
-        kind.capture = self._with_others(kind.capture, self.meter.found(), held)
+        kind.capture = self._counted(kind.capture, None, self.meter.found(), held)
         unseen = (loss.num_bytes + self.meter.scratch, loss.num_bytes, 0)
         budget, step = self.planning_budget(), kind.capture.step
         kind.plan = make_safe_plan(
@@ -207,10 +205,10 @@ class MemoryJob:
         )
         kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
 
-    def _with_others(self, capture: Capture, found: int, held: int | None = None) -> Capture:
-        capture = with_others(capture, found, held)
-        step = capture.step if self.states.able else held_fast(capture.step)
-        return capture._replace(step=step)
+    def _counted(self, capture: Capture, like: Step | None, *sizes: int) -> Capture:
+        """With what else is on the device, and with what can be parked told from that."""
+        step = with_states(with_others(capture, *sizes).step, like)
+        return capture._replace(step=held_fast(step, self.states.names))
 
     def _plan(self, kind: Kind) -> None:
         assert kind.capture is not None
@@ -228,9 +226,9 @@ class MemoryJob:
         return self.meter.usable(self.budget)
 
     def _take_up(self, kind: Kind) -> None:
-        parks = [k.plan.park for k in self.kinds.values() if k.plan is not None and k.plan.park]
-        self.states.keep(max(parks, key=lambda park: park.num_bytes, default=None))
+        self._park(kind)
         make_room(kind, self.meter, self.budget["device"], self._plan)
+        self._park(kind)
         if kind.script is None:
             self._take_up_rule()
         elif self.runner.script is not kind.script:
@@ -239,6 +237,12 @@ class MemoryJob:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
         self._refused = not self._place(kind.outfit)
+
+    def _park(self, kind: Kind) -> None:
+        """States are where the kind at hand needs them, and others that come again."""
+        plans = [k.plan for k in self.kinds.values() if k is kind or k.recorded]
+        parks = [plan.park for plan in plans if plan is not None and plan.park is not None]
+        self.states.keep(max(parks, key=lambda park: park.num_bytes, default=None))
 
     def _place(self, outfit: Outfit) -> bool:
         """Compiled blocks in place of eager ones, while a step runs; whether that could be done."""
@@ -288,7 +292,7 @@ class MemoryJob:
         kind.capture = capture_real(
             recorder, timer, self.model, self.machine, like=like, blocks=self.blocks, signature=sign
         )
-        kind.capture = to_scale(kind, self._with_others(kind.capture, found), self.machine)
+        kind.capture = to_scale(kind, self._counted(kind.capture, like, found), self.machine)
         if self.workshop is not None and like is not None:
             self.workshop.dress(kind, like, self.machine, self.meter, self.budget, self.policy)
         kind.recorded, kind.best = True, None
@@ -307,19 +311,15 @@ class MemoryJob:
         rest, peaks = (self.runner.replayer.seconds, moved, reading.host_s), reading.peaks
         kind.presses += reading.pressed
         if "step" in peaks:
-            there = kind.static_bytes - self.states.away_bytes
-            peaks = {"device": peaks["step"] + there}
+            peaks = {"device": peaks["step"] + kind.static_bytes - self.states.kept_bytes}
         self._check_peak(peaks.get("reserved", peaks.get("device", 0)))
         return lambda: Measurement(reading.seconds(), peaks, stall(), *rest)
 
     def _check_peak(self, peak: int) -> None:
         if peak > self.budget["device"] and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"legroom: a step took {format_bytes(peak)} of device memory, over the budget "
-                f"of {format_bytes(self.budget['device'])}",
-                stacklevel=6,
-            )
+            self._warned, limit = True, format_bytes(self.budget["device"])
+            text = f"a step took {format_bytes(peak)} of device memory, over the budget of {limit}"
+            warnings.warn(f"legroom: {text}", stacklevel=6)
 
     def _calibrate(self, kind: Kind) -> None:
         """Judge a settled plan: if it came out otherwise, plan again; the fastest seen stays."""
@@ -394,5 +394,5 @@ class MemoryJob:
             self._place(Outfit())
             self.runner.remove()
             self.meter.uncap()  # first: what is still out comes back, however little room there was
-            self.states.close()
             self.tiers.close()
+            self.states.close()

@@ -4,7 +4,7 @@ States are needed only while the optimizer runs. Parked, they pass through the d
 at a time: copied in, updated by the optimizer itself, copied out. Every bit is as it would be.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -94,10 +94,29 @@ def without_states(step: Step, park: Park) -> Step:
     return msgspec.structs.replace(step, storages=tuple(storages), ops=tuple(ops))
 
 
-def held_fast(step: Step) -> Step:
-    """The same step with an optimizer that cannot be split: its states are as any other tensors."""
+def with_states(step: Step, like: Step | None) -> Step:
+    """A step from before the first update: with the states that a fake one foresaw."""
+    if like is None or param_states(step):
+        return step
+    update, end = update_position(step), len(step.ops)
+    kept = (  # what the update made and left there are those states
+        msgspec.structs.replace(s, num_bytes=0) if s.birth >= update and s.death >= end else s
+        for s in step.storages
+    )
+    states = (
+        msgspec.structs.replace(s, release=end, death=end)
+        for s in like.storages
+        if s.kind is Kind.STATE and s.birth < 0
+    )
+    return msgspec.structs.replace(step, storages=(*kept, *states)).check()
+
+
+def held_fast(step: Step, names: Collection[str]) -> Step:
+    """The same step with only these parameters' states to be parked; others are as any tensors."""
     storages = (
-        msgspec.structs.replace(s, kind=Kind.OTHER) if s.kind is Kind.STATE else s
+        msgspec.structs.replace(s, kind=Kind.OTHER)
+        if s.kind is Kind.STATE and param_of(s.name) not in names
+        else s
         for s in step.storages
     )
     return msgspec.structs.replace(step, storages=tuple(storages))

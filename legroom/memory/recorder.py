@@ -148,6 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack: list[RawCall] = []
         self._held: list[weakref.ref[object]] = []
         self._counts: dict[int, int] = {}
+        self._absent: dict[str, int] = {}
         self._model = model
         self._paths = {id(m): name for name, m in model.named_modules()}
         self._table: StorageTable[tuple[int, bool]] = StorageTable(self._died)
@@ -166,6 +167,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sid = self.sid(tensor, birth=-1)
             if not self.storages[sid].role:
                 self.storages[sid].role, self.storages[sid].name = role, name
+
+    def name_absent(self, tensor: Tensor, name: str, role: str) -> None:
+        """A storage of this size counts as there from before the step, though it is elsewhere."""
+        self.storages.append(RawStorage(tensor.nbytes, _dtype(tensor), -1, name, role))
+        self._absent[name] = len(self.storages) - 1
+
+    def came(self, tensor: Tensor, name: str) -> None:
+        """A storage that was elsewhere is on the device for a while."""
+        if name in self._absent:
+            self.adopt(tensor, self._absent[name])
 
     def sid(self, tensor: Tensor, birth: int, maker: str = "") -> int:
         """The number of a tensor's storage, new if it was not known."""

@@ -91,7 +91,7 @@ class Simulator:
             elif isinstance(a, Park):
                 delta[0] -= a.num_bytes
                 delta[update_position(self.step)] += a.window_bytes
-                delta[len(self.step.ops)] -= a.window_bytes
+                delta[len(self.step.ops) + 1] -= a.window_bytes
         for replay in replays:
             for s in replay.variant.drops:
                 # A later block that runs again may still hold it as its input.

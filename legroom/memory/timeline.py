@@ -81,7 +81,7 @@ def _levels(simulator: Simulator, actions: Sequence[Action]) -> Columns:
         elif isinstance(a, Park):
             deltas["state"][0] -= a.num_bytes
             deltas["state"][update_position(step)] += a.window_bytes
-            deltas["state"][len(step.ops)] -= a.window_bytes
+            deltas["state"][len(step.ops) + 1] -= a.window_bytes
     for replay in simulator.replays(actions):
         for i in replay.variant.drops:
             gone = max(step.storages[i].release + 1, held.get(i, (0, 0))[1])

@@ -171,3 +171,20 @@ def test_plans_that_park_are_files_too(tmp_path: object) -> None:
     path = f"{tmp_path}/plan.json"
     made.save(path)
     assert Plan.load(path) == made
+
+
+@pytest.mark.parametrize("host", [30, 50, 70])
+def test_as_much_is_parked_as_the_host_has_room_for(host: int) -> None:
+    """A faster number that breaks its budget is none."""
+    made = plan(141, host=host * KIB)
+    assert made.park is not None and made.park.num_bytes <= host * KIB
+
+
+def test_a_step_without_an_update_leaves_room_for_one() -> None:
+    """Steps of one shape are one kind, whether or not the optimizer runs at their end."""
+    bare = msgspec.structs.replace(step(), ops=step().ops[:2], storages=tuple(
+        msgspec.structs.replace(s, release=min(s.release, 2), death=min(s.death, 2))
+        for s in step().storages
+    ))  # fmt: skip
+    shape = Simulator(bare, machine()).shape([make_park(bare, 100 * KIB)])
+    assert list(shape.during // KIB) == [50, 50, 90]

@@ -91,7 +91,7 @@ def test_updates_are_the_same_bit_for_bit(maker: str) -> None:
     plain, mine = Rig(maker, keep=False), Rig(maker)
     for rig in (plain, mine):
         rig.train(0, 3)
-    assert mine.keeper.away_bytes > 0 and mine.keeper.moved_bytes == mine.keeper.away_bytes
+    assert mine.keeper.away_bytes > 0 and mine.keeper.moved_bytes == 2 * mine.keeper.away_bytes
     mine.keeper.keep(park(mine.model, 7))
     for rig in (plain, mine):
         rig.train(3, 5)
@@ -100,7 +100,7 @@ def test_updates_are_the_same_bit_for_bit(maker: str) -> None:
                for x in mine.optimizer.state[p].values() if x.nbytes >= 1024)  # fmt: skip
     assert mine.keeper.away_bytes == away
     mine.keeper.close()
-    assert mine.keeper.away_bytes == 0 and "step" not in vars(mine.optimizer)
+    assert mine.keeper.away_bytes == 0 and not mine.optimizer._optimizer_step_pre_hooks
     for rig in (plain, mine):
         rig.train(5, 6)
     assert mine.same_as(plain)
@@ -193,27 +193,26 @@ def test_checkpoints_hold_all_states() -> None:
     assert rig.same_as(plain) and rig.keeper.away_bytes > 0
 
 
-def test_an_update_that_breaks_loses_nothing() -> None:
+def test_an_update_that_breaks_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was updated is, the rest is as it was; and the next one works."""
     rig = Rig()
     rig.train(0, 2)
     params = list(rig.model.parameters())
     before = [p.detach().clone() for p in params]
     rig.model(batch(2)).square().mean().backward()
-    step, count = rig.optimizer.__class__.step, 0
+    inner, count = torch.optim.AdamW.step.__wrapped__, 0
 
-    def breaks(self: Any) -> None:
+    def breaks(self: Any, closure: Any = None) -> Any:
         nonlocal count
         count += 1
         if count == 3:
             raise ValueError("broken")
-        step(self)
+        return inner(self, closure)
 
-    rig.keeper.close()
-    vars(rig.optimizer)["step"] = breaks.__get__(rig.optimizer)
-    rig.keeper.keep(park(rig.model))
-    with pytest.raises(ValueError, match="broken"):
-        rig.optimizer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW.step, "__wrapped__", breaks)
+        with pytest.raises(ValueError, match="broken"):
+            rig.optimizer.step()
     assert sum(len(g["params"]) for g in rig.optimizer.param_groups) == len(params)
     changed = [not torch.equal(a, b) for a, b in zip(params, before, strict=True)]
     assert any(changed) and not all(changed)
@@ -297,6 +296,121 @@ def test_a_job_dropped_without_closing_goes_on() -> None:
         optimizer.zero_grad()
     pairs = zip(plain.parameters(), model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_steps_without_an_update_know_of_parked_states(every: int) -> None:
+    """Gradients are added up over several steps, and any of them may be the one recorded."""
+    trained = []
+    for share in (None, 0.4):
+        model, job = make_model(), None
+        optimizer = MAKERS["adamw fused"](model.parameters())
+        if share is not None:
+            job = legroom.fit(model, optimizer, budget=limits(share), machine=MACHINE)
+            job.meter.peaks = True
+        for i in range(6 * every):
+            with job.step() if job is not None else contextlib.nullcontext():
+                loss_of(model, batch(i)).backward()
+                if i % every == every - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        trained.append(model)
+        if job is not None:
+            assert all(kind.plan.park is not None for kind in job.kinds.values() if kind.recorded)
+            assert job.comparison().measured.peak_bytes["device"] <= job.budget["device"]
+            job.close()
+    pairs = zip(*(model.parameters() for model in trained), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_closure_that_brings_the_plan_is_parked_from_the_first_step() -> None:
+    """The forward inside of it is the first that the job sees."""
+    plain, _, _ = train(None, 3)
+    model = make_model()
+    optimizer = MAKERS["adamw"](model.parameters())
+    with legroom.fit(model, optimizer, budget=limits(0.5), machine=MACHINE) as job:
+        for i in range(3):
+
+            def closure(i: int = i) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(i))
+                loss.backward()
+                return loss
+
+            with job.step():
+                optimizer.step(closure)
+            assert job.states.away_bytes > 0
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_step_that_others_call_by_an_earlier_name_is_parked_too() -> None:
+    """As mixed precision of some trainers does."""
+    rig, plain = Rig(keep=False), Rig(keep=False)
+    for one in (rig, plain):
+        earlier = one.optimizer.step
+        if one is rig:
+            one.keeper.keep(park(one.model))
+        for i in range(3):
+            one.model(batch(i)).square().mean().backward()
+            earlier()
+            one.optimizer.zero_grad()
+    assert rig.keeper.away_bytes > 0 and rig.same_as(plain)
+
+
+def test_a_second_job_takes_an_optimizer_over() -> None:
+    """Without closing the first, as when a cell of a notebook is run again."""
+    rig, plain = Rig(), Rig(keep=False)
+    for one in (rig, plain):
+        one.train(0, 2)
+    second = StateKeeper(rig.optimizer, dict(rig.model.named_parameters()), CPU)
+    assert rig.keeper.away_bytes == 0
+    second.keep(park(rig.model, 5))
+    for one in (rig, plain):
+        one.train(2, 4)
+    assert rig.same_as(plain) and second.away_bytes > 0
+
+
+def test_states_of_parameters_elsewhere_are_not_counted_on() -> None:
+    """An optimizer may have parameters that the fitted model has not."""
+    model, other = make_model(), nn.Linear(64, 2000)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()], fused=True)
+    beside = sum(p.nbytes for p in other.parameters())
+    budget = limits(0.4)
+    with legroom.fit(
+        model,
+        optimizer,
+        budget={**budget, "device": budget["device"] + 5 * beside},
+        machine=MACHINE,
+    ) as job:
+        for i in range(6):
+            with job.step():
+                (loss_of(model, batch(i)) + other(batch(i)).square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for kind in job.kinds.values():
+            known = set(dict(model.named_parameters()))
+            assert kind.plan.park is None or known.issuperset(kind.plan.park.params)
+
+
+def test_a_device_without_room_keeps_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing says so, and updates go on."""
+    rig, plain = Rig(), Rig(keep=False)
+    for one in (rig, plain):
+        one.train(0, 2)
+    away = rig.keeper.away_bytes
+
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "to", full)
+        with pytest.warns(UserWarning, match="stay on the host"):
+            rig.keeper.close()
+    assert rig.keeper.away_bytes == away
+    for one in (rig, plain):
+        one.train(2, 3)
+    assert rig.same_as(plain) and rig.keeper.away_bytes == 0
 
 
 def test_what_cannot_be_split_is_refused_as_before() -> None:

@@ -46,7 +46,9 @@ class Slab:
         self.num_bytes = round_up(num_bytes)
         self.pinned = pin
         _check_available(self.num_bytes)
-        self._bytes: torch.Tensor | None = torch.frombuffer(_map(self.num_bytes), dtype=torch.uint8)
+        self._bytes: torch.Tensor | None = torch.frombuffer(
+            _map(self.num_bytes, pin), dtype=torch.uint8
+        )
         registered: list[int] = []
         self._unregister = weakref.finalize(self, _unregister, registered, os.getpid())
         try:
@@ -89,7 +91,7 @@ def _check_available(num_bytes: int) -> None:
         )
 
 
-def _map(num_bytes: int) -> mmap.mmap:
+def _map(num_bytes: int, pin: bool) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -97,9 +99,10 @@ def _map(num_bytes: int) -> mmap.mmap:
     with suppress(OSError):
         # Huge pages are registered in half the time.
         memory.madvise(mmap.MADV_HUGEPAGE)
-    with suppress(OSError):
-        # A fork (the workers of a data loader) would copy every page that is registered.
-        memory.madvise(mmap.MADV_DONTFORK)
+    if pin:
+        with suppress(OSError):
+            # A fork (the workers of a data loader) would copy every page that is registered.
+            memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 

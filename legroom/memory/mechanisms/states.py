@@ -1,30 +1,34 @@
 """Optimizer states on the host between updates.
 
-In place of the optimizer's `step` is one that goes through its parameters in waves: the states of
-a wave are copied in, the optimizer itself updates those parameters, and the states are copied out,
-while the next wave comes in. An optimizer that treats each parameter on its own gives the same bits
-as in one go. Between updates `optimizer.state` has tensors of the host in the places of these.
+Before an update a hook goes through the optimizer's parameters in waves: the states of a wave are
+copied in, the optimizer itself updates those parameters, and the states are copied out, while the
+next wave comes in. The update that follows finds nothing left to do. An optimizer that treats each
+parameter on its own gives the same bits as in one go. Between updates `optimizer.state` has tensors
+of the host in the places of these.
 
 [Note: order] Room on the device is taken and given back in the order of the stream that computes:
 a wave comes in after that stream has reached its place, and its room is free once that stream has
 been told to wait for the copy out. So no copy is waited for by the host.
 """
 
-from collections import OrderedDict
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from legroom.core.units import format_bytes
 from legroom.memory.actions import Park
 from legroom.memory.mechanisms.pool import Slab, round_up
+from legroom.memory.mechanisms.tape import paused
 from legroom.memory.parking import LEAST_BYTES, pack
+from legroom.memory.recorder import Recorder
 
 APART = ("LBFGS", "SparseAdam")
 """Optimizers of torch that do not treat each parameter on its own, or not all of it."""
@@ -59,35 +63,59 @@ class StateKeeper:
         device: torch.device,
     ) -> None:
         self.optimizer, self.device = optimizer, device
-        ours = set(self._params()) if optimizer is not None else set()
-        self._named = {name: p for name, p in named.items() if p in ours}
-        self._names = {p: name for name, p in self._named.items()}
+        self._model, self._names = named, {p: name for name, p in named.items()}
         self.able = can_park(optimizer)
         self._quiet: Quiet = nullcontext
         self._seen: Seen = lambda state, name: None
         self.moved_bytes = 0
-        """Copied each way in the last update."""
+        """Copied each way since it was last told how much to keep."""
+        self.kept_bytes = 0
+        """On the host at that time."""
         self._park: Park | None = None
         self._slots: dict[Tensor, dict[str, tuple[Slab, int, Tensor]]] = {}
         self._lanes = _Lanes(device)
-        self._undo: list[Callable[[], None]] = []
+        self._groups: Any = None
+        """The optimizer's parameters, while its own step runs on none."""
+        self._hooks: list[Any] = []
+        if optimizer is not None and self.able:
+            self._take_hold(optimizer)
 
     # -- how much ----------------------------------------------------------------------------
 
     def keep(self, park: Park | None) -> None:
         """From now on, so many bytes of states are on the host between updates, or a few more."""
-        if park is not None and not self._undo:
-            self._install()
-        self._park = park
+        self._restore()
+        self._park, self.moved_bytes = park, 0
         rows = [row for p in self._chosen() for row in self._on_device(p)]
         if rows:
             self._send(rows)
             self._lanes.finish()
+        self.kept_bytes = self.away_bytes
+
+    def _take_hold(self, optimizer: torch.optim.Optimizer) -> None:
+        earlier = _keepers.get(optimizer)
+        if earlier is not None:
+            earlier.close()
+        _keepers[optimizer] = self
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._restore),
+            optimizer.register_state_dict_pre_hook(lambda _: self._lanes.finish()),
+        ]
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters whose states can be parked."""
+        ours = set(self._params()) if self.able else set()
+        return {name for name, p in self._model.items() if p in ours}
 
     @contextmanager
-    def watched(self, quiet: Quiet, seen: Seen) -> Iterator[None]:
-        """A step is recorded: copies are none of its ops, but it sees each state that comes in."""
-        self._quiet, self._seen = quiet, seen
+    def recorded(self, recorder: Recorder) -> Iterator[None]:
+        """A step is recorded: states elsewhere count as its own, and copies are none of its ops."""
+        for param in self._away():
+            for name, host in self._hosted(param).items():
+                recorder.name_absent(host, f"{self._names[param]}.{name}", "state")
+        self._quiet, self._seen = partial(paused, recorder), recorder.came
         try:
             yield
         finally:
@@ -115,7 +143,8 @@ class StateKeeper:
     def _chosen(self) -> list[Tensor]:
         """Those whose states are to be on the host."""
         names = self._park.params if self._park is not None else ()
-        return [self._named[name] for name in names if name in self._named]
+        able = self.names
+        return [self._model[name] for name in names if name in able]
 
     def _away(self) -> list[Tensor]:
         return [p for p in self._slots if self._hosted(p)]
@@ -135,6 +164,7 @@ class StateKeeper:
             for name, x in found.items()
             if type(x) is Tensor
             and x.device == param.device
+            and x.layout is torch.strided
             and x.nbytes >= LEAST_BYTES
             and _is_dense(x)
             and name not in self._hosted(param)
@@ -142,56 +172,49 @@ class StateKeeper:
 
     # -- an update ---------------------------------------------------------------------------
 
-    def _install(self) -> None:
-        optimizer = self.optimizer
-        assert optimizer is not None
-        inner, own, keeper = optimizer.step, "step" in vars(optimizer), self
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """All of an update, if states are parked; a closure first, since it may be what parks them.
 
-        def step(self: Any, closure: Any = None, **kwargs: Any) -> Any:
-            if keeper._park is None and not keeper._away():
-                return inner(closure, **kwargs) if closure is not None else inner(**kwargs)
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            keeper._update(inner, kwargs)
-            return loss
+        The optimizer's own step runs then on no parameters, and gives the closure's loss.
+        """
+        self._restore()
+        args = list(args)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            kwargs = {k: v for k, v in kwargs.items() if k != "closure"}
+            args[1:2] = [lambda: loss]
+        if self._park is not None or self._away():
+            rest = {k: v for k, v in kwargs.items() if k != "closure"}
+            self._update(partial(type(optimizer).step.__wrapped__, optimizer), rest)
+            self._groups, optimizer.param_groups = optimizer.param_groups, []
+        return tuple(args), kwargs
 
-        def undo() -> None:
-            if vars(optimizer).get("step") is not mine:  # wrapped once more: it passes calls on
-                return
-            del vars(optimizer)["step"]
-            if own:
-                vars(optimizer)["step"] = inner
-
-        # A method that looks like the one before, as schedulers expect that count the calls.
-        update_wrapper(step, inner)
-        mine = vars(optimizer)["step"] = MethodType(step, optimizer)
-        hook = optimizer.register_state_dict_pre_hook(lambda _: self._lanes.finish())
-        self._undo = [undo, hook.remove]
+    def _restore(self, *_: object) -> None:
+        """The optimizer has its parameters again."""
+        groups, self._groups = self._groups, None
+        if groups is not None and self.optimizer is not None:
+            self.optimizer.param_groups = groups
 
     def _update(self, inner: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         """All parameters, wave by wave; what stays on the device first, while the first comes."""
-        self.moved_bytes = 0
         waves, chosen = self._waves(), set(self._chosen())
         coming, going = Batch(), Batch()
         try:
-            with self._hooks_once(kwargs):
-                for i, wave in enumerate(waves):
-                    self._arrive(coming)
-                    coming = self._fetch(waves[i + 1] if i + 1 < len(waves) else [])
-                    with self._only(wave):
-                        inner(**kwargs)
-                    gone, going = (
-                        going,
-                        self._send(
-                            [row for p in wave if p in chosen for row in self._on_device(p)]
-                        ),
-                    )
-                    self._release(gone)
+            for i, wave in enumerate(waves):
+                self._arrive(coming)
+                coming = self._fetch(waves[i + 1] if i + 1 < len(waves) else [])
+                with self._only(wave):
+                    inner(**kwargs)
+                rows = [row for p in wave if p in chosen for row in self._on_device(p)]
+                gone, going = going, self._send(rows)
+                self._release(gone)
         finally:  # room that copies still use must not be given to others
             for batch in (coming, going):
                 self._release(batch)
+        kept = {*chosen, *self._away()}
+        self._slots = {p: slots for p, slots in self._slots.items() if p in kept}
 
     def _waves(self) -> list[Wave]:
         """Parameters to update together: first those whose states stay, then some at a time."""
@@ -218,24 +241,6 @@ class StateKeeper:
             optimizer.param_groups = groups
             for group, mine in zip(groups, params, strict=True):
                 group["params"] = mine
-
-    @contextmanager
-    def _hooks_once(self, kwargs: dict[str, Any]) -> Iterator[None]:
-        """The user's hooks around a step are called once, not with every wave."""
-        optimizer: Any = self.optimizer
-        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        before, after = (getattr(optimizer, name) for name in names)
-        for hook in list(before.values()):
-            hook(optimizer, (), kwargs)
-        for name in names:
-            setattr(optimizer, name, OrderedDict())
-        try:
-            yield
-        finally:
-            for name, hooks in zip(names, (before, after), strict=True):
-                setattr(optimizer, name, hooks)
-        for hook in list(after.values()):
-            hook(optimizer, (), kwargs)
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -298,16 +303,34 @@ class StateKeeper:
             offset += round_up(x.nbytes)
 
     def close(self) -> None:
-        """Bring everything back to the device, and let the optimizer be."""
+        """Bring everything back to the device, and let the optimizer be.
+
+        Where there is no room, states stay on the host, and updates go on as before.
+        """
+        self._restore()
         self._lanes.finish()
-        for param in self._away():
-            assert self.optimizer is not None
-            for name, host in self._hosted(param).items():
-                self.optimizer.state[param][name] = host.to(self.device, copy=True)
+        self._park = None
+        try:
+            for param in self._away():
+                assert self.optimizer is not None
+                for name, host in self._hosted(param).items():
+                    self.optimizer.state[param][name] = host.to(self.device, copy=True)
+        except torch.OutOfMemoryError:
+            warnings.warn(
+                f"legroom: optimizer states of {format_bytes(self.away_bytes)} stay on the host: "
+                "the device has no room for them; they come back with the next update",
+                stacklevel=3,
+            )
+            return
         self._slots.clear()
-        for undo in self._undo:
-            undo()
-        self._undo, self._park = [], None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+_keepers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, StateKeeper]"
+_keepers = weakref.WeakKeyDictionary()
+"""Who has hold of an optimizer: one at a time."""
 
 
 def _is_dense(state: Tensor) -> bool:
