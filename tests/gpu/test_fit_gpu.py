@@ -1,9 +1,7 @@
 """Live jobs on CUDA: gradients equal, the cap holds, the peak is the predicted one."""
 
-import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,15 +20,6 @@ JOBS = {
     "convnet": {"batch": 1024},
     "llama-tiny": {"batch": 64, "sequence": 256},
 }
-
-
-@pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
-    """What one test leaves on the device must not count against the next one's budget."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def budget_for(name: str, share: float) -> tuple[object, torch.optim.Optimizer, int]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,15 +16,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 MIB, GIB = 1 << 20, 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
-    """What one test leaves on the device must not count against the next one's budget."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 class Block(nn.Module):
