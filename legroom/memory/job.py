@@ -13,6 +13,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -168,17 +169,18 @@ class MemoryJob:
     # -- planning ----------------------------------------------------------------------------
 
     def _first_plan(self, kind: Kind, args: Any, kwargs: Any) -> None:
-        """A plan before anything runs, if need be with what the model's code can be changed for."""
+        """A plan before anything runs, in other code if the model's own leaves no room to spare."""
+        least = self.workshop.least() if self.workshop is not None else Outfit()
         try:
-            self._plan_unseen(kind, args, kwargs)
+            self._plan_unseen(kind, args, kwargs, tight=not least.changes)
         except BudgetError:
-            kind.base = kind.outfit = self.workshop.least() if self.workshop else Outfit()
-            if not kind.base.changes:
+            if not least.changes:
                 raise
-            self._place(kind.outfit)
-            self._plan_unseen(kind, args, kwargs)
+            kind.base = kind.outfit = least
+            self._place(least)
+            self._plan_unseen(kind, args, kwargs, tight=True)
 
-    def _plan_unseen(self, kind: Kind, args: Any, kwargs: Any) -> None:
+    def _plan_unseen(self, kind: Kind, args: Any, kwargs: Any, *, tight: bool) -> None:
         """A plan from fake tensors; none if they cannot follow the model."""
         self._busy, loss = True, StandInLoss()
         try:
@@ -199,10 +201,8 @@ class MemoryJob:
         held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
         kind.capture = self._counted(kind.capture, None, self.meter.found(), held)
         unseen = (loss.num_bytes + self.meter.scratch, loss.num_bytes, 0)
-        budget, step = self.planning_budget(), kind.capture.step
-        kind.plan = make_safe_plan(
-            step, self.machine, budget, self.policy, lossy=self.lossy, unseen=unseen
-        )
+        make = partial(make_safe_plan, lossy=self.lossy, unseen=unseen, tight=tight)
+        kind.plan = make(kind.capture.step, self.machine, self.planning_budget(), self.policy)
         kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
 
     def _counted(self, capture: Capture, like: Step | None, *sizes: int) -> Capture:

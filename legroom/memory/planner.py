@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from legroom.core.errors import BudgetError
@@ -119,19 +120,29 @@ def make_safe_plan(
     *,
     lossy: bool = False,
     unseen: Sequence[int] = (0,),
+    tight: bool = True,
 ) -> Plan:
     """A plan for steps not yet measured: with room for what fake tensors do not show.
 
     That is scratch memory, a loss computed outside the model, and what libraries take: `unseen`
-    bytes, the first of these that can be had.
+    bytes, the first of these that can be had. Where no such room can be had, a `tight` plan leaves
+    half of what it could at most, or none; else BudgetError is raised.
     """
     names = ("keep_all", "recompute_all", "auto") if policy == "auto" else (policy,)
-    room = int(budget["device"] * SAFE)
-    for num_bytes, name in itertools.product(unseen, names):
-        with contextlib.suppress(BudgetError):
-            tight = {**budget, "device": room - num_bytes}
-            return make_plan(step, machine, tight, name, lossy=lossy)
-    return make_plan(step, machine, budget, policy, lossy=lossy)
+    limit, missing = budget["device"], BudgetError("nothing was tried")
+    make = partial(make_plan, step, machine, lossy=lossy)
+    rooms = [int(limit * SAFE) - num_bytes for num_bytes in unseen]
+    for room, name in itertools.product(rooms, names):
+        try:
+            return make({**budget, "device": room}, name)
+        except BudgetError as error:
+            missing = error
+    if not tight:
+        raise missing
+    smallest = min(rooms[-1] + missing.missing_bytes, limit)
+    with contextlib.suppress(BudgetError):
+        return make({**budget, "device": (smallest + limit) // 2}, policy)
+    return make(budget, policy)
 
 
 def make_placed_plan(

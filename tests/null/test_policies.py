@@ -11,7 +11,7 @@ from legroom.machine.spec import Link, Machine, Tier
 from legroom.memory.actions import Action, Compress, Move, Recompute
 from legroom.memory.handmade import chain, natural_peak
 from legroom.memory.plan import Plan
-from legroom.memory.planner import Problem, make_plan
+from legroom.memory.planner import Problem, make_plan, make_safe_plan
 from legroom.memory.policies.shrink import shrunk
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
@@ -230,6 +230,20 @@ def test_masks_alone_can_keep_a_budget() -> None:
         make_plan(step, machine(), budget(step, 0.05), "auto")
     least = caught.value.smallest_bytes
     assert make_plan(step, machine(), {"device": least}, "auto").predicted.device_bytes <= least
+
+
+def test_a_first_plan_without_room_to_spare_still_leaves_some() -> None:
+    """Half of what could be left, rather than none; a plan that must not be tight is refused."""
+    step = chain(12, 4096, output_bytes=64)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(step, machine(), {"device": 1}, "auto")
+    least = caught.value.smallest_bytes
+    assert least is not None
+    limit = int(1.1 * least)
+    plan = make_safe_plan(step, machine(), {"device": limit}, "auto")
+    assert plan.predicted.device_bytes <= (least + limit) // 2
+    with pytest.raises(BudgetError):
+        make_safe_plan(step, machine(), {"device": limit}, "auto", tight=False)
 
 
 def test_auto_leaves_a_disk_behind_the_host_alone() -> None:

@@ -175,6 +175,20 @@ def test_a_budget_below_the_logits_begins_in_chunks() -> None:
     loop.job.close()
 
 
+def test_logits_that_leave_nothing_to_spare_are_not_made_before_anything_was_measured() -> None:
+    """A first plan that uses all of a budget may not run: chunks leave room, so it begins there."""
+    x = ids()
+    with pytest.raises(legroom.BudgetError) as caught:
+        legroom.estimate(llama(), {"input_ids": x, "labels": x}, machine=MACHINE, budget=1 << 10)
+    least = caught.value.smallest_bytes
+    assert least is not None
+    loop = Loop(budget=int(1.03 * least))
+    losses = loop.steps(9)
+    assert loop.job.current is not None and loop.job.current.base.chunks
+    assert losses == pytest.approx(plain_losses(9), rel=1e-5)
+    loop.job.close()
+
+
 @pytest.mark.parametrize("kind", ["pre", "forward", "backward"])
 def test_hooks_on_the_head_see_what_they_always_saw(kind: str) -> None:
     """Logits in full, once a step: the plan leaves such a head alone."""

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -356,6 +357,18 @@ def test_a_step_that_others_call_by_an_earlier_name_is_parked_too() -> None:
             earlier()
             one.optimizer.zero_grad()
     assert rig.keeper.away_bytes > 0 and rig.same_as(plain)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_job_that_is_over_holds_nothing(closes: bool) -> None:
+    """Model, optimizer and states go with their last user, closed or not."""
+    model, optimizer, job = train(0.5)
+    marks = [weakref.ref(x) for x in (model, optimizer, job, model[0].up.weight)]
+    if closes:
+        job.close()
+    del model, optimizer, job
+    gc.collect()
+    assert [mark() for mark in marks] == [None] * 4
 
 
 def test_a_second_job_takes_an_optimizer_over() -> None:

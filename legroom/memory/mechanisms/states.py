@@ -93,10 +93,11 @@ class StateKeeper:
         self.kept_bytes = self.away_bytes
 
     def _take_hold(self, optimizer: torch.optim.Optimizer) -> None:
-        earlier = _keepers.get(optimizer)
+        link = _keepers.get(optimizer)
+        earlier = link() if link is not None else None
         if earlier is not None:
             earlier.close()
-        _keepers[optimizer] = self
+        _keepers[optimizer] = weakref.ref(self)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._restore),
@@ -328,9 +329,9 @@ class StateKeeper:
         self._hooks.clear()
 
 
-_keepers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, StateKeeper]"
+_keepers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StateKeeper]]"
 _keepers = weakref.WeakKeyDictionary()
-"""Who has hold of an optimizer: one at a time."""
+"""Who has hold of an optimizer: one at a time, kept alive by the hooks alone."""
 
 
 def _is_dense(state: Tensor) -> bool:
