@@ -31,6 +31,8 @@ TINY: dict[str, dict[str, int]] = {
 """Sizes that run on a CPU."""
 
 Row = dict[str, Any]
+GO = "go\n"
+"""What a child that waits is told."""
 Around = Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -201,38 +203,56 @@ def legroom_row(job: Any, keep: str = "", stem: str = "") -> Row:
 # -- many cases ----------------------------------------------------------------------------------
 
 
-def child(
-    script: str,
-    options: Sequence[str],
-    *,
-    timeout: float,
-    env: Mapping[str, str] | None = None,
-    verbose: bool = False,
-) -> Row:
-    """Run one case in a process of its own: the row it prints, or what went wrong."""
-    process = subprocess.Popen(
-        [sys.executable, script, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
-        start_new_session=True,  # so that compilers it started end with it
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        return {"error": f"not done after {timeout:g} s"}
-    rows = [x for x in output.splitlines() if x.startswith("{")]
-    last = errors.strip().splitlines()[-1:] or ["no output"]
-    failed = process.returncode or not rows
-    row: Row = {"error": last[0][:300]} if failed else json.loads(rows[-1])
-    if verbose and "error" in row:
-        print(errors[-3000:], file=sys.stderr)
-    return row
+class Child:
+    """A process for one case: it loads what it needs at once, and runs when it is asked for."""
+
+    def __init__(
+        self, script: str, options: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, script, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,  # so that compilers it started end with it
+        )
+
+    def row(self, timeout: float, verbose: bool = False) -> Row:
+        """Run the case: the row it prints, or what went wrong."""
+        try:
+            output, errors = self._process.communicate(GO, timeout=timeout)
+        except BaseException as error:
+            self.end()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return {"error": f"not done after {timeout:g} s"}
+        rows = [x for x in output.splitlines() if x.startswith("{")]
+        last = errors.strip().splitlines()[-1:] or ["no output"]
+        failed = self._process.returncode or not rows
+        row: Row = {"error": last[0][:300]} if failed else json.loads(rows[-1])
+        if verbose and "error" in row:
+            print(errors[-3000:], file=sys.stderr)
+        return row
+
+    def end(self) -> None:
+        """End the process and all it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+def await_turn() -> None:
+    """In a child: load the libraries, then wait until the case is asked for."""
+    import transformers.modeling_utils  # noqa: F401
+
+    import legroom.examples  # noqa: F401
+
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    if not sys.stdin.readline():
+        sys.exit("nobody asked for this case")
 
 
 class Results:

@@ -22,6 +22,7 @@ from pathlib import Path
 from cases import (
     GIB,
     RESULTS,
+    Child,
     Results,
     Row,
     Times,
@@ -29,7 +30,6 @@ from cases import (
     add_arguments,
     build,
     cap_device,
-    child,
     legroom_row,
     machine_name,
     milliseconds,
@@ -92,7 +92,7 @@ def run_child(model: str, tool: str, cap: float, args: argparse.Namespace) -> Ro
     env = {}
     if cap and tool in PEERS:  # what wastes least under a cap; legroom sets it by itself
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return child(__file__, options, timeout=args.timeout, env=env, verbose=args.verbose)
+    return Child(__file__, options, env).row(args.timeout, args.verbose)
 
 
 def main() -> None:

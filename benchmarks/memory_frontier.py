@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,14 +33,15 @@ from cases import (
     GIB,
     RESULTS,
     TINY,
+    Child,
     Results,
     Row,
     Times,
     adamw,
     add_arguments,
+    await_turn,
     build,
     cap_device,
-    child,
     legroom_row,
     machine_name,
     train,
@@ -231,35 +232,53 @@ def answers(row: Row) -> bool:
     return any(row["error"].startswith(kind) for kind in ANSWERS)
 
 
-def run_child(case: Case, args: argparse.Namespace, steps: int, warm: int) -> Row:
-    """Run one case in a process of its own."""
+def start(case: Case, args: argparse.Namespace, steps: int, warm: int) -> Child:
+    """A process for one case, which loads its libraries and waits."""
     options = ["--case-model", case.model, "--case-tool", case.tool, "--cap", str(case.cap_gib)]
     options += ["--batch", str(case.batch), "--steps", str(steps), "--warm", str(warm)]
     options += ["--tiny"] if args.tiny else []
     options += ["--keep", args.keep] if args.keep else []
-    with tempfile.TemporaryDirectory() as folder:
-        env = {"TORCHINDUCTOR_CACHE_DIR": folder} if args.cold else {}
-        if case.tool not in OURS:  # what wastes least; legroom sets it by itself
-            env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        return child(__file__, options, timeout=args.timeout, env=env, verbose=args.verbose)
+    env = {"TORCHINDUCTOR_CACHE_DIR": f"{args.scratch}/{case.name}"} if args.cold else {}
+    if case.tool not in OURS:  # what wastes least; legroom sets it by itself
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return Child(__file__, options, env)
+
+
+def todo(args: argparse.Namespace, results: Results) -> Iterator[tuple[Case, bool]]:
+    """The cases asked for that are missing, and whether the compiler has met their code."""
+    for model in models_of(args.models, TINY):
+        ahead = compile_ahead(model, args, results) if args.ahead else set()
+        for tool in tools_of(args.tools):
+            for case in cases_of(model, tool, args, results.rows):
+                if args.fresh or not done(results.rows.get(case.name)):
+                    yield case, case in ahead
 
 
 def fill(args: argparse.Namespace, results: Results) -> None:
-    """Run the cases asked for and add them to the result file."""
-    ahead: set[Case] = set()
-    for model in models_of(args.models, TINY):
-        if args.ahead:
-            ahead |= compile_ahead(model, args, results)
-        for tool in tools_of(args.tools):
-            for case in cases_of(model, tool, args, results.rows):
-                if not args.fresh and done(results.rows.get(case.name)):
-                    continue
-                row = run_child(case, args, args.steps, args.warm)
-                if case in ahead:
-                    row.pop("compile_s", None)  # it found the code there
-                results.rows[case.name] = case.head() | row
-                print(case.name, json.dumps(row), flush=True)
-                results.save()
+    """Run the cases asked for and add them to the result file; the next one loads meanwhile."""
+    cases = todo(args, results)
+    begun: tuple[Case, bool, Child] | None = None
+
+    def begin() -> tuple[Case, bool, Child] | None:
+        case, met = next(cases, (None, False))
+        return (case, met, start(case, args, args.steps, args.warm)) if case else None
+
+    try:
+        begun = begin()
+        while begun is not None:
+            (case, met, child), begun = begun, None
+            if case.tool != "eager":  # caps of others are shares of its peak
+                begun = begin()
+            row = child.row(args.timeout, args.verbose)
+            if met:
+                row.pop("compile_s", None)  # it found the code there
+            results.rows[case.name] = case.head() | row
+            print(case.name, json.dumps(row), flush=True)
+            results.save()
+            begun = begun or begin()
+    finally:
+        if begun is not None:
+            begun[2].end()
 
 
 def compile_ahead(model: str, args: argparse.Namespace, results: Results) -> set[Case]:
@@ -268,7 +287,7 @@ def compile_ahead(model: str, args: argparse.Namespace, results: Results) -> set
     found = (case for tool in tools for case in cases_of(model, tool, args, results.rows))
     cases = [c for c in found if args.fresh or not done(results.rows.get(c.name))]
     with ThreadPoolExecutor(args.ahead) as pool:
-        list(pool.map(lambda case: run_child(case, args, steps=1, warm=1), cases))
+        list(pool.map(lambda case: start(case, args, steps=1, warm=1).row(args.timeout), cases))
     return set(cases)
 
 
@@ -324,7 +343,8 @@ def try_batch(case: Case, trials: Row, args: argparse.Namespace, results: Result
     """Whether a batch of that size trains under the cap; run once."""
     name = str(case.batch)
     if not done(trials.get(name)):
-        row = run_child(case, args, min(args.steps, 3), min(args.warm, 8))
+        child = start(case, args, min(args.steps, 3), min(args.warm, 8))
+        row = child.row(args.timeout, args.verbose)
         kept = ("ms", "allocated_gib", "reserved_gib", "error")
         trials[name] = {key: row[key] for key in kept if key in row}
         trials[name] |= {} if done(row) else {"broke": True}
@@ -358,6 +378,7 @@ def read_arguments() -> argparse.Namespace:
 
 def print_case(args: argparse.Namespace) -> None:
     """Run the one case of this process and print its row, or its error as one."""
+    await_turn()
     try:
         row = run_case(args)
     except Exception as error:
@@ -391,7 +412,8 @@ def main() -> None:
     if args.table or args.figure:
         return show(args, path)
     results = Results(path, machine_name())
-    (fill_largest if args.largest_batch else fill)(args, results)
+    with tempfile.TemporaryDirectory() as args.scratch:
+        (fill_largest if args.largest_batch else fill)(args, results)
 
 
 if __name__ == "__main__":

@@ -156,14 +156,15 @@ def make_placed_plan(
 ) -> tuple[Plan, Placement]:
     """A plan whose tensors find room in the device's budget as its allocator places them.
 
-    Where none does, the allocator has to tidy up in mid-step: slower, but within the budget.
-    Where it cannot be helped (`places` is False), or has room in plenty, nothing is placed.
+    Where none does, the allocator has to tidy up in mid-step, which is slow and may fail: the plan
+    that comes closest is taken. Where it cannot be helped (`places` is False), or has room in
+    plenty, nothing is placed.
     """
     if not places:
         return make_plan(step, machine, budget, policy, lossy=lossy), NOWHERE
     limit, simulator = budget["device"], Simulator(step, machine)
     largest = max((s.num_bytes for s in step.storages if s.birth >= 0), default=0)
-    first: tuple[Plan, Placement] | None = None
+    found: list[tuple[Plan, Placement]] = []
     shares = SHARES if len(step.ops) > FEW_OPS else FINE_SHARES
     for share in shares if largest < LARGE * limit else shares[1:]:
         tight = {**budget, "device": int(limit * share)}
@@ -174,13 +175,13 @@ def make_placed_plan(
         if plan.predicted.device_bytes < FAR * limit:
             return plan, NOWHERE
         placed = place(simulator, plan.actions, limit)
-        first = first or (plan, placed)
+        found.append((plan, placed))
         if not placed.missing_bytes:
-            return plan, placed
-    if first is None:
+            break
+    if not found:
         plan = make_plan(step, machine, budget, policy, lossy=lossy)
-        first = plan, place(simulator, plan.actions, limit)
-    return first
+        found.append((plan, place(simulator, plan.actions, limit)))
+    return min(found, key=lambda one: one[1].missing_bytes)
 
 
 def budget_error(plan: Plan, step: Step, tier: str) -> BudgetError:

@@ -41,7 +41,7 @@ def after_failure(kind: Kind | None, meter: Meter, plan: Callable[[Kind], None])
     visits, foreseen = 0, "no plan yet"
     if kind is not None and kind.plan is not None:
         visits, size = kind.visits, format_bytes(kind.plan.predicted.device_bytes)
-        foreseen = f"the plan foresaw {size} at most"
+        foreseen = f"the plan ({kind.plan.why}) foresaw {size} at most"
     if kind is not None and kind.recorded:
         with or_as_before(kind, meter):
             meter.give_way(OFF_BY)

@@ -156,12 +156,14 @@ class Workshop:
         kind.plain, plain = kind.capture, Made(kind.capture, kind.base)
         kind.wear(self.make(plain, like, machine, meter.usable(budget), policy))
         slack, meter.watches = meter.slack, True
-        if meter.leave(kind.unseen_bytes, budget["device"]):
+        for gap in (kind.unseen_bytes, kind.unseen_bytes // 2):
+            if not meter.leave(gap, budget["device"]):
+                break
             made = self.make(plain, like, machine, meter.usable(budget), policy)
             if made.missing_bytes or not made.outfit.shares:  # then as much as there was
                 meter.slack = slack
             if not made.missing_bytes:
-                kind.wear(made)
+                return kind.wear(made)
 
     def remake(self, kind: Kind, machine: Machine, budget: Mapping[str, int], policy: str) -> None:
         """Choose builds anew by what was learned since."""

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from legroom.core.errors import BudgetError
 from legroom.machine.spec import Link, Machine, Tier
 from legroom.memory.actions import Action, Compress, Move, Recompute
+from legroom.memory.arena import Placement
 from legroom.memory.handmade import chain, natural_peak
 from legroom.memory.plan import Plan
-from legroom.memory.planner import Problem, make_plan, make_safe_plan
+from legroom.memory.planner import Problem, make_placed_plan, make_plan, make_safe_plan
 from legroom.memory.policies.shrink import shrunk
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
@@ -230,6 +232,24 @@ def test_masks_alone_can_keep_a_budget() -> None:
         make_plan(step, machine(), budget(step, 0.05), "auto")
     least = caught.value.smallest_bytes
     assert make_plan(step, machine(), {"device": least}, "auto").predicted.device_bytes <= least
+
+
+def test_a_plan_that_finds_no_room_for_all_is_the_one_that_comes_closest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not the first, which is the fastest: an allocator without room ends the step."""
+    step, asked = chain(12, 4096, output_bytes=64), []
+
+    def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
+        peak = simulator.shape(actions).peak
+        asked.append(peak)
+        return Placement((limit,), max(1, peak - int(0.9 * limit)))
+
+    monkeypatch.setattr("legroom.memory.planner.place", place)
+    monkeypatch.setattr("legroom.memory.planner.LARGE", 1.0)
+    plan, placed = make_placed_plan(step, machine(), budget(step, 0.5), "auto")
+    assert len(set(asked)) > 1 and plan.predicted.device_bytes == min(asked)
+    assert placed.missing_bytes
 
 
 def test_a_first_plan_without_room_to_spare_still_leaves_some() -> None:
