@@ -148,7 +148,8 @@ class _Finder:
     def _shortened(self, storage: Storage) -> Storage:
         """Logits held on end with their last use; gradients made in forward begin in backward."""
         if self.chunked:
-            return msgspec.structs.replace(storage, birth=self.back)
+            release = max(storage.release, self.back)
+            return msgspec.structs.replace(storage, birth=self.back, release=release)
         end = self.behind
         return msgspec.structs.replace(
             storage, death=end, release=min(storage.release, end), done=-1

@@ -129,17 +129,19 @@ def make_safe_plan(
     half of what it could at most, or none; else BudgetError is raised.
     """
     names = ("keep_all", "recompute_all", "auto") if policy == "auto" else (policy,)
-    limit, missing = budget["device"], BudgetError("nothing was tried")
-    make = partial(make_plan, step, machine, lossy=lossy)
+    limit, make = budget["device"], partial(make_plan, step, machine, lossy=lossy)
     rooms = [int(limit * SAFE) - num_bytes for num_bytes in unseen]
-    for room, name in itertools.product(rooms, names):
-        try:
+    *others, last = itertools.product(rooms, names)
+    for room, name in others:
+        with contextlib.suppress(BudgetError):
             return make({**budget, "device": room}, name)
-        except BudgetError as error:
-            missing = error
-    if not tight:
-        raise missing
-    smallest = min(rooms[-1] + missing.missing_bytes, limit)
+    room, name = last
+    try:
+        return make({**budget, "device": room}, name)
+    except BudgetError as error:  # not kept: it would hold all callers' tensors in a cycle
+        if not tight:
+            raise
+        smallest = min(room + error.missing_bytes, limit)
     with contextlib.suppress(BudgetError):
         return make({**budget, "device": (smallest + limit) // 2}, policy)
     return make(budget, policy)

@@ -1,5 +1,7 @@
 """The plan of the very first step, made before anything ran."""
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -32,6 +34,28 @@ def test_a_loss_outside_of_the_model_has_room_in_the_first_step() -> None:
             step()
         peak = job.meter.last().peaks["step"] + weights + tokens.nbytes
     assert peak <= budget, (peak, budget)
+
+
+def test_a_first_plan_holds_nothing_of_the_step_it_is_made_for() -> None:
+    """Plans that were tried and did not fit leave no frames behind, and no outputs in them."""
+    model = nn.Sequential(*[Mlp() for _ in range(8)])
+    x = torch.randn(1024, 64)
+    with pytest.raises(legroom.BudgetError) as caught:
+        legroom.estimate(model, x, machine=MACHINE, budget=1024)
+    least = caught.value.smallest_bytes
+    assert least is not None
+    gc.collect()
+    gc.disable()
+    try:
+        job = legroom.fit(model, None, budget=int(1.05 * least), machine=MACHINE)
+        with job, job.step():
+            out = model(x)
+            mark = weakref.ref(out)
+            out.square().mean().backward()
+            del out
+            assert mark() is None
+    finally:
+        gc.enable()
 
 
 def test_what_others_hold_on_the_device_counts() -> None:

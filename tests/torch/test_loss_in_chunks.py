@@ -10,13 +10,14 @@ from transformers import LlamaForCausalLM
 import legroom
 import legroom.memory.workshop as workshop
 from legroom.api import Job
+from legroom.memory.kinds import Outfit
 from legroom.memory.losshead import with_head
 from legroom.memory.mechanisms import compiled
 from legroom.memory.profile import StandInLoss
 from legroom.memory.trace import Phase, Step
 from legroom.nn import chunk_head
 from tests.torch.support import MACHINE
-from tests.torch.test_chunked_head import ids, llama
+from tests.torch.test_chunked_head import gpt2, ids, llama
 
 ROOMY = 1 << 30
 
@@ -186,6 +187,26 @@ def test_logits_that_leave_nothing_to_spare_are_not_made_before_anything_was_mea
     losses = loop.steps(9)
     assert loop.job.current is not None and loop.job.current.base.chunks
     assert losses == pytest.approx(plain_losses(9), rel=1e-5)
+    loop.job.close()
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_step_recorded_in_chunks_can_be_given_others(make: Any) -> None:
+    """Gradients that the head made in forward count from backward on, whoever held them before."""
+    loop = Loop(model=make())
+    assert loop.job.workshop is not None
+    loop.job.workshop.least = lambda: Outfit(chunks=8)  # type: ignore[method-assign]
+    plan = loop.job._plan_unseen
+
+    def refuse(*args: Any, tight: bool, **kwargs: Any) -> None:
+        if not tight:
+            raise legroom.BudgetError("no room to spare")
+        plan(*args, tight=tight, **kwargs)
+
+    loop.job._plan_unseen = refuse  # type: ignore[method-assign]
+    loop.steps(5)
+    assert loop.job.current is not None and loop.job.current.base.chunks == 8
+    assert loop.chunks and not loop.job.runner.deviation
     loop.job.close()
 
 

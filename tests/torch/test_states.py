@@ -181,6 +181,60 @@ def test_hooks_of_the_user_are_called_once() -> None:
     assert seen == ["before", "after"] * 2
 
 
+def clip(optimizer: Any, *_: Any) -> None:
+    """As a user's hook: by the optimizer's own list."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    assert params
+    nn.utils.clip_grad_value_(params, 1e-4)
+
+
+def decay(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
+def clear(optimizer: Any, *_: Any) -> None:
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("when", "hook"), [("pre", clip), ("pre", decay), ("post", decay)])
+def test_hooks_of_the_user_see_the_optimizer_as_it_is(when: str, hook: Any, late: bool) -> None:
+    """Before or after a step, registered before or after ours."""
+    rigs = Rig(keep=False), Rig(keep=False)
+    for rig, ours in zip(rigs, (True, False), strict=True):
+        register = getattr(rig.optimizer, f"register_step_{when}_hook")
+        if not late:
+            register(hook)
+        if ours:
+            rig.keeper = StateKeeper(rig.optimizer, dict(rig.model.named_parameters()), CPU)
+            rig.keeper.keep(park(rig.model))
+        if late:
+            register(hook)
+        rig.train(0, 5)
+    assert rigs[0].keeper.away_bytes > 0 and rigs[0].same_as(rigs[1])
+    lrs = [rig.optimizer.param_groups[0]["lr"] for rig in rigs]
+    assert lrs[0] == lrs[1]
+
+
+def test_a_hook_that_clears_gradients_or_breaks_finds_its_parameters() -> None:
+    """And a checkpoint can be written after it broke."""
+    rig = Rig(keep=False)
+    rig.optimizer.register_step_post_hook(clear)
+    rig.keeper = StateKeeper(rig.optimizer, dict(rig.model.named_parameters()), CPU)
+    rig.keeper.keep(park(rig.model))
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("a hook of the user's")
+
+    rig.optimizer.register_step_post_hook(breaks)
+    rig.model(batch(0)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="of the user's"):
+        rig.optimizer.step()
+    assert all(p.grad is None for p in rig.model.parameters())
+    assert len(rig.optimizer.state_dict()["state"]) == len(list(rig.model.parameters()))
+
+
 def test_checkpoints_hold_all_states() -> None:
     """A state dict of parked states restores an optimizer that knows nothing of it, and back."""
     rig, plain = Rig(), Rig(keep=False)
@@ -359,6 +413,20 @@ def test_a_step_that_others_call_by_an_earlier_name_is_parked_too() -> None:
     assert rig.keeper.away_bytes > 0 and rig.same_as(plain)
 
 
+def test_states_that_are_to_stay_come_back_at_once() -> None:
+    """Before the room of a step is made: what is on the device then counts."""
+    rig, plain = Rig(), Rig(keep=False)
+    for one in (rig, plain):
+        one.train(0, 2)
+    fewer = park(rig.model, 5)
+    rig.keeper.keep(fewer)
+    away = {name for name, p in rig.model.named_parameters() if rig.keeper._hosted(p)}
+    assert away and away <= set(fewer.params)
+    for one in (rig, plain):
+        one.train(2, 4)
+    assert rig.same_as(plain)
+
+
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_job_that_is_over_holds_nothing(closes: bool) -> None:
     """Model, optimizer and states go with their last user, closed or not."""
@@ -377,6 +445,9 @@ def test_a_second_job_takes_an_optimizer_over() -> None:
     for one in (rig, plain):
         one.train(0, 2)
     second = StateKeeper(rig.optimizer, dict(rig.model.named_parameters()), CPU)
+    assert rig.keeper.away_bytes == 0
+    with pytest.warns(UserWarning, match="another job keeps the states"):
+        rig.keeper.keep(park(rig.model, 5))
     assert rig.keeper.away_bytes == 0
     second.keep(park(rig.model, 5))
     for one in (rig, plain):

@@ -1,10 +1,9 @@
 """Optimizer states on the host between updates.
 
-Before an update a hook goes through the optimizer's parameters in waves: the states of a wave are
-copied in, the optimizer itself updates those parameters, and the states are copied out, while the
-next wave comes in. The update that follows finds nothing left to do. An optimizer that treats each
-parameter on its own gives the same bits as in one go. Between updates `optimizer.state` has tensors
-of the host in the places of these.
+An update goes through the optimizer's parameters in waves: the states of a wave are copied in, the
+optimizer itself updates those parameters, and the states are copied out, while the next wave comes
+in. An optimizer that treats each parameter on its own gives the same bits as in one go. Between
+updates `optimizer.state` has tensors of the host in the places of these.
 
 [Note: order] Room on the device is taken and given back in the order of the stream that computes:
 a wave comes in after that stream has reached its place, and its room is free once that stream has
@@ -13,8 +12,8 @@ been told to wait for the copy out. So no copy is waited for by the host.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,12 +25,17 @@ from torch.utils._pytree import tree_leaves
 from legroom.core.units import format_bytes
 from legroom.memory.actions import Park
 from legroom.memory.mechanisms.pool import Slab, round_up
+from legroom.memory.mechanisms.standin import StandIn
 from legroom.memory.mechanisms.tape import paused
 from legroom.memory.parking import LEAST_BYTES, pack
 from legroom.memory.recorder import Recorder
 
 APART = ("LBFGS", "SparseAdam")
 """Optimizers of torch that do not treat each parameter on its own, or not all of it."""
+TAKEN_OVER = (
+    "legroom: another job keeps the states of this job's optimizer now, so this one cannot park "
+    "them and may go over its budget; close it, and fit the model anew"
+)
 Wave = list[Tensor]
 States = list[tuple[Tensor, str, Tensor]]
 """Parameter, name, and the state on the device."""
@@ -74,8 +78,6 @@ class StateKeeper:
         self._park: Park | None = None
         self._slots: dict[Tensor, dict[str, tuple[Slab, int, Tensor]]] = {}
         self._lanes = _Lanes(device)
-        self._groups: Any = None
-        """The optimizer's parameters, while its own step runs on none."""
         self._hooks: list[Any] = []
         if optimizer is not None and self.able:
             self._take_hold(optimizer)
@@ -84,12 +86,18 @@ class StateKeeper:
 
     def keep(self, park: Park | None) -> None:
         """From now on, so many bytes of states are on the host between updates, or a few more."""
-        self._restore()
+        if park is not None and not self._hooks:
+            warnings.warn(TAKEN_OVER, stacklevel=2)
+            park = None
         self._park, self.moved_bytes = park, 0
-        rows = [row for p in self._chosen() for row in self._on_device(p)]
+        chosen = self._chosen()
+        rows = [row for p in chosen for row in self._on_device(p)]
         if rows:
             self._send(rows)
             self._lanes.finish()
+        stay = set(self._away()) - set(chosen)
+        with suppress(torch.OutOfMemoryError):  # then they come back with the next update
+            self._bring_back([p for p in self._away() if p in stay])
         self.kept_bytes = self.away_bytes
 
     def _take_hold(self, optimizer: torch.optim.Optimizer) -> None:
@@ -100,7 +108,6 @@ class StateKeeper:
         _keepers[optimizer] = weakref.ref(self)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._restore),
             optimizer.register_state_dict_pre_hook(lambda _: self._lanes.finish()),
         ]
 
@@ -174,31 +181,19 @@ class StateKeeper:
     # -- an update ---------------------------------------------------------------------------
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """All of an update, if states are parked; a closure first, since it may be what parks them.
+        """The step that follows is given a stand-in."""
+        rest = {k: v for k, v in kwargs.items() if k != "closure"}
+        inner = partial(type(optimizer).step.__wrapped__, optimizer, **rest)
+        return (StandIn(optimizer, partial(self._updated, inner)), *args[1:]), kwargs
 
-        The optimizer's own step runs then on no parameters, and gives the closure's loss.
-        """
-        self._restore()
-        args = list(args)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            kwargs = {k: v for k, v in kwargs.items() if k != "closure"}
-            args[1:2] = [lambda: loss]
-        if self._park is not None or self._away():
-            rest = {k: v for k, v in kwargs.items() if k != "closure"}
-            self._update(partial(type(optimizer).step.__wrapped__, optimizer), rest)
-            self._groups, optimizer.param_groups = optimizer.param_groups, []
-        return tuple(args), kwargs
+    def _updated(self, inner: Callable[[], Any]) -> bool:
+        """Do all of an update if states are parked; whether they are."""
+        if self._park is None and not self._away():
+            return False
+        self._update(inner)
+        return True
 
-    def _restore(self, *_: object) -> None:
-        """The optimizer has its parameters again."""
-        groups, self._groups = self._groups, None
-        if groups is not None and self.optimizer is not None:
-            self.optimizer.param_groups = groups
-
-    def _update(self, inner: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    def _update(self, inner: Callable[[], Any]) -> None:
         """All parameters, wave by wave; what stays on the device first, while the first comes."""
         waves, chosen = self._waves(), set(self._chosen())
         coming, going = Batch(), Batch()
@@ -207,7 +202,7 @@ class StateKeeper:
                 self._arrive(coming)
                 coming = self._fetch(waves[i + 1] if i + 1 < len(waves) else [])
                 with self._only(wave):
-                    inner(**kwargs)
+                    inner()
                 rows = [row for p in wave if p in chosen for row in self._on_device(p)]
                 gone, going = going, self._send(rows)
                 self._release(gone)
@@ -303,19 +298,24 @@ class StateKeeper:
             self._slots[param][name] = slab, offset, flat.as_strided(x.size(), x.stride())
             offset += round_up(x.nbytes)
 
+    def _bring_back(self, params: Sequence[Tensor]) -> None:
+        """Have states on the device again at once."""
+        if params:
+            self._lanes.finish()
+        for param in params:
+            assert self.optimizer is not None
+            for name, host in self._hosted(param).items():
+                self.optimizer.state[param][name] = host.to(self.device, copy=True)
+            del self._slots[param]
+
     def close(self) -> None:
         """Bring everything back to the device, and let the optimizer be.
 
         Where there is no room, states stay on the host, and updates go on as before.
         """
-        self._restore()
-        self._lanes.finish()
         self._park = None
         try:
-            for param in self._away():
-                assert self.optimizer is not None
-                for name, host in self._hosted(param).items():
-                    self.optimizer.state[param][name] = host.to(self.device, copy=True)
+            self._bring_back(self._away())
         except torch.OutOfMemoryError:
             warnings.warn(
                 f"legroom: optimizer states of {format_bytes(self.away_bytes)} stay on the host: "
