@@ -43,6 +43,8 @@ class Park(msgspec.Struct, frozen=True, kw_only=True, tag="park"):
     """So many pass through together; all of a parameter's, however many they are."""
     window_bytes: int
     """Most of them on the device at once."""
+    at_once: float = 1.0
+    """Share of all parameters that are updated together, at most: what takes scratch then."""
 
 
 class Codec(msgspec.Struct, frozen=True, kw_only=True):

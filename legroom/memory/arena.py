@@ -149,8 +149,8 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
             gone, back = away.get(i, (end, end))
             yield storage.birth, gone, storage.num_bytes
             yield back, storage.last + 1, storage.num_bytes
-    for i, op in enumerate(step.ops):
-        yield i, i + 1, op.workspace_bytes
+    for i, size in enumerate(simulator.scratch_under(actions).tolist()):
+        yield i, i + 1, size
     for park in parks(actions):
         for _ in range(ALIVE):
             yield update_position(step), len(step.ops) + 1, park.window_bytes // ALIVE

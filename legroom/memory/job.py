@@ -36,9 +36,9 @@ from legroom.memory.profile import (
     StandInLoss,
     capture_real,
     capture_unseen,
+    foreseen_update,
     held_bytes,
     name_states,
-    state_rule,
     with_others,
 )
 from legroom.memory.recorder import Recorder
@@ -190,7 +190,7 @@ class MemoryJob:
                 loss,
                 self.machine,
                 device=self.device,
-                optimizer=state_rule(self.optimizer, self.device),
+                optimizer=foreseen_update(self.optimizer, self.model, self.device),
                 blocks=self.blocks,
                 signature=kind.signature,
             )

@@ -44,7 +44,11 @@ def make_park(step: Step, num_bytes: int) -> Park:
     wave = max(min(WAVE_BYTES, total // WAVES), 1)
     waves = [sum(row) for row in pack([sizes[name] for name in params], wave)]
     window = max((sum(waves[i : i + ALIVE]) for i in range(len(waves))), default=0)
-    return Park(params=params, num_bytes=total, wave_bytes=wave, window_bytes=window)
+    stay = sum(sizes.values()) - total
+    at_once = max(stay, *waves) / (stay + total) if waves else 1.0
+    return Park(
+        params=params, num_bytes=total, wave_bytes=wave, window_bytes=window, at_once=at_once
+    )
 
 
 def _pick(sizes: Mapping[str, int], num_bytes: int) -> tuple[str, ...]:
@@ -86,7 +90,9 @@ def without_states(step: Step, park: Park) -> Step:
         for s in step.storages
     )
     ops = (
-        msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + park.window_bytes)
+        msgspec.structs.replace(
+            op, workspace_bytes=int(op.workspace_bytes * park.at_once) + park.window_bytes
+        )
         if op.phase is Phase.UPDATE
         else op
         for op in step.ops

@@ -15,6 +15,7 @@ from legroom.memory.actions import Action
 from legroom.memory.arena import NOWHERE, Placement, place
 from legroom.memory.host import CAUTION
 from legroom.memory.plan import Plan
+from legroom.memory.play import tier_peaks
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
 
@@ -43,6 +44,12 @@ class Problem(NamedTuple):
     def fits(self, actions: Sequence[Action]) -> bool:
         """Whether these actions keep the device's budget."""
         return self.simulator.shape(actions).peak <= self.limit
+
+    def keeps(self, actions: Sequence[Action]) -> bool:
+        """Whether they keep the budgets of all tiers."""
+        used = tier_peaks(self.step, actions)
+        over = any(size > self.budget.get(tier, 0) for tier, size in used.items())
+        return not over and self.fits(actions)
 
     def tiers(self) -> list[str]:
         """Lower tiers that can be reached and have a budget, nearest first."""

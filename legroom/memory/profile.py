@@ -32,6 +32,7 @@ from legroom.memory.roofline import op_time
 from legroom.memory.saved import has_storage
 from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.trace import Kind, Op, Phase, Step, Storage
+from legroom.memory.update import Update, foresee_update
 from legroom.memory.variants import with_variants
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -80,7 +81,7 @@ def capture_fake(
     machine: Machine,
     *,
     device: torch.device | None = None,
-    optimizer: str = "none",
+    optimizer: str | Update = "none",
     blocks: Sequence[str] | None = None,
     signature: str = "",
     visitor: Visitor | None = None,
@@ -115,7 +116,8 @@ def capture_fake(
         del inputs, weights, chosen
     if recorder.num_live():
         let_go(mode)
-    step = with_variants(_with_update(draft, optimizer, machine, signature))
+    update = optimizer if isinstance(optimizer, Update) else _by_rule(optimizer, draft)
+    step = with_variants(_with_update(draft, update, machine, signature))
     return Capture(step, forms)
 
 
@@ -190,24 +192,21 @@ def _note_gradients(recorder: Recorder, weights: dict[str, Tensor]) -> None:
             recorder.name_storage(tensor.grad, f"{name}.grad", "gradient")
 
 
-def _with_update(step: Step, optimizer: str, machine: Machine, signature: str) -> Step:
-    """Append the optimizer's states and one op for its update."""
-    rule = STATE_RULES[optimizer]
+def _with_update(step: Step, update: Update, machine: Machine, signature: str) -> Step:
+    """Append the optimizer's states and one op for its update.
+
+    Scratch for one parameter is a tensor of that op; for all together, its workspace.
+    """
     end = len(step.ops)
     grads = [i for i, s in enumerate(step.storages) if s.kind == Kind.GRADIENT]
     params = sum(step.storages[i].num_bytes for i in grads)
+    sizes = {name: update.states.get(name, 0) for name in _params_of(step)}
     states = tuple(
-        Storage(
-            f"{step.storages[i].name.removesuffix('.grad')}.state",
-            int(step.storages[i].num_bytes * rule.copies),
-            Kind.STATE,
-            -1,
-            end + 1,
-            end + 1,
-        )
-        for i in grads
-        if rule.copies
+        Storage(f"{name}.state", size, Kind.STATE, -1, end + 1, end + 1)
+        for name, size in sizes.items()
+        if size
     )
+    scratch = (Storage("optimizer", update.single_bytes, Kind.TEMPORARY, end, end, end),)
     storages = tuple(
         Storage(
             s.name,
@@ -221,17 +220,31 @@ def _with_update(step: Step, optimizer: str, machine: Machine, signature: str) -
         )
         for s in step.storages
     )
-    update = Op(
-        f"optimizer.{optimizer}", "", Phase.UPDATE, -1,
-        op_time(machine, 0, params * (3 + 2 * rule.copies), "float32"),
+    storages += scratch if update.single_bytes else ()
+    op = Op(
+        f"optimizer.{update.name}", "", Phase.UPDATE, -1,
+        op_time(machine, 0, 3 * params + 2 * sum(sizes.values()), "float32"),
         tuple(grads), tuple(range(len(storages), len(storages) + len(states))),
-        int(params * rule.scratch),
+        update.joint_bytes,
     )  # fmt: skip
     return Step(
         model=step.model, signature=signature, machine=step.machine, capture=step.capture,
-        ops=(*step.ops, update), storages=(*storages, *states), saved=step.saved,
+        ops=(*step.ops, op), storages=(*storages, *states), saved=step.saved,
         blocks=step.blocks,
     ).check()  # fmt: skip
+
+
+def _params_of(step: Step) -> dict[str, int]:
+    """Bytes of gradients by the parameter's name."""
+    rows = (s for s in step.storages if s.kind == Kind.GRADIENT)
+    return {s.name.removesuffix(".grad"): s.num_bytes for s in rows}
+
+
+def _by_rule(name: str, step: Step) -> Update:
+    """What an optimizer known by its name alone keeps."""
+    rule, params = STATE_RULES[name], _params_of(step)
+    states = {param: int(size * rule.copies) for param, size in params.items()}
+    return Update(name, states, 0, int(sum(params.values()) * rule.scratch))
 
 
 def _shift(position: int, end: int) -> int:
@@ -239,16 +252,14 @@ def _shift(position: int, end: int) -> int:
     return position + 1 if position >= end else position
 
 
-def state_rule(optimizer: torch.optim.Optimizer | None, device: torch.device) -> str:
-    """The rule that tells what an optimizer will keep, by its class and settings."""
+def foreseen_update(
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, device: torch.device
+) -> str | Update:
+    """What an optimizer will keep and take, found out or by the rule for its class."""
     if optimizer is None:
         return "none"
-    name, group = type(optimizer).__name__.lower(), optimizer.param_groups[0]
-    if name == "sgd":
-        return "sgd-momentum" if group.get("momentum") else "sgd"
-    default = group.get("foreach") is None and not group.get("fused")
-    foreach = group.get("foreach") or (default and device.type == "cuda")
-    return "adamw-foreach" if foreach else "adamw"
+    found = foresee_update(optimizer, dict(model.named_parameters()), device)
+    return found if found is not None else "adamw-foreach"
 
 
 def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:

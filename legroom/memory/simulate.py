@@ -18,7 +18,7 @@ from legroom.memory.host import Host
 from legroom.memory.parking import parks, update_position
 from legroom.memory.plan import find_variant, held_inputs, replay_position
 from legroom.memory.play import Play, Replay, tier_peaks
-from legroom.memory.trace import Step, Storage
+from legroom.memory.trace import Phase, Step, Storage
 
 Levels = npt.NDArray[np.int64]
 
@@ -50,6 +50,9 @@ class Simulator:
             if s.birth >= 0:
                 self.births[s.birth] += s.num_bytes
         self.scratch = np.array([*(op.workspace_bytes for op in step.ops), 0], dtype=np.int64)
+        updates = [op.phase is Phase.UPDATE for op in step.ops]
+        self._shared = self.scratch * np.array([*updates, False])
+        """What updates take for all parameters together."""
         self.until = np.concatenate(([0.0], np.cumsum([op.time_s for op in step.ops])))
         self.until_s: list[float] = self.until.tolist()
         self.routes = {t.name: machine.route(t.name) for t in machine.tiers if t.name != "device"}
@@ -99,7 +102,12 @@ class Simulator:
                 self._add_return(delta, storages[s], replay.position)
         levels = np.cumsum(delta)[: len(self.scratch)]
         peaks = tuple((r, self._replay_peak(r, levels, last_need)) for r in replays)
-        return Shape(levels + self.scratch, peaks)
+        return Shape(levels + self.scratch_under(actions), peaks)
+
+    def scratch_under(self, actions: Sequence[Action]) -> Levels:
+        """What ops take for themselves; updates take less where fewer are updated at once."""
+        spared = sum(1.0 - park.at_once for park in parks(actions))
+        return self.scratch - (spared * self._shared).astype(np.int64) if spared else self.scratch
 
     @staticmethod
     def _add_return(delta: Levels, storage: Storage, position: int) -> None:
@@ -189,6 +197,7 @@ class Simulator:
         for park in parks(actions):
             here = park.window_bytes if at >= update_position(self.step) else 0
             parts["state"] = parts.get("state", 0) - park.num_bytes + here
-        if self.scratch[at] > 0:
-            parts["workspace"] = int(self.scratch[at])
+        scratch = int(self.scratch_under(actions)[at])
+        if scratch > 0:
+            parts["workspace"] = scratch
         return parts

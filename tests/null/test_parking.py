@@ -7,6 +7,7 @@ from legroom.core.errors import BudgetError, RecordError
 from legroom.machine.spec import Link, Machine, Tier
 from legroom.memory import parking
 from legroom.memory.actions import Park
+from legroom.memory.handmade import chain, natural_peak
 from legroom.memory.parking import make_park, pack, param_states, park_s
 from legroom.memory.plan import Plan
 from legroom.memory.planner import make_plan
@@ -129,6 +130,25 @@ def test_states_leave_only_if_they_must() -> None:
     assert plan(151).park is None
     park = plan(141).park
     assert park is not None and park.params == ("d",)
+
+
+def test_states_leave_where_that_is_faster() -> None:
+    """A tensor goes out and comes back before and after; states do both at once, in the update."""
+    blocks = chain(5, 40 * KIB)
+    bare = tuple(msgspec.structs.replace(b, variants=()) for b in blocks.blocks)
+    ours = tuple(
+        msgspec.structs.replace(s, release=len(blocks.ops), death=len(blocks.ops))
+        for s in step().storages
+        if s.kind is Kind.STATE
+    )
+    both = msgspec.structs.replace(blocks, blocks=bare, storages=(*blocks.storages, *ours)).check()
+    budget = {"device": natural_peak(both) - 70 * KIB, "host": 10**6}
+    links = tuple(msgspec.structs.replace(x, bytes_per_s=KIB) for x in machine().links)
+    slow = msgspec.structs.replace(machine(), links=links)
+    made = make_plan(both, slow, budget, "auto")
+    assert made.park is not None
+    moved = make_plan(both, slow, budget, "swap_all")
+    assert made.predicted.step_s < moved.predicted.step_s
 
 
 def test_an_error_names_a_budget_that_works() -> None:

@@ -1,5 +1,6 @@
 """Policies on hand-made chains: what they promise, against every other choice where that is few."""
 
+import contextlib
 import itertools
 import random
 from collections.abc import Sequence
@@ -282,3 +283,22 @@ def test_auto_leaves_a_disk_behind_the_host_alone() -> None:
         assert "disk" not in plan.predicted.peak_bytes
         bare = make_plan(step, deep, {**limits, "host": 1}, "auto")
         assert bare.predicted.peak_bytes.get("host", 0) <= 1
+
+
+def test_a_disk_behind_the_host_makes_no_plan_slower() -> None:
+    """Nor does a host that is nearly full make one that is over its budget."""
+    tiers = tuple(Tier(name=n, num_bytes=10**6) for n in ("device", "host", "disk"))
+    pairs = (("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host"))
+    links = tuple(
+        Link(source=a, target=b, bytes_per_s=2.0 if "disk" in (a, b) else 20.0) for a, b in pairs
+    )
+    deep, compared = msgspec.structs.replace(machine(), tiers=tiers, links=links), 0
+    for seed, host in itertools.product(range(8), (60, 150, 300)):
+        step = random_chain(seed)
+        limits = budget(step, 0.55, host=host)
+        with contextlib.suppress(BudgetError):
+            without = make_plan(step, deep, limits, "auto")
+            plan = make_plan(step, deep, {**limits, "disk": 10**6}, "auto")
+            assert plan.predicted.step_s <= 1.01 * without.predicted.step_s, (seed, host)
+            compared += 1
+    assert compared > 8

@@ -44,6 +44,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/tiers.py",
     "legroom/memory/timers.py",
     "legroom/memory/trial.py",
+    "legroom/memory/update.py",
     "legroom/memory/verify.py",
     "legroom/memory/workshop.py",
     "legroom/nn/*",

@@ -18,7 +18,7 @@ from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.play import tier_peaks
 from legroom.memory.policies.every_nth import every_nth
-from legroom.memory.policies.park import parked
+from legroom.memory.policies.park import better, must_park, parked, worth_parking
 from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.recompute_all import recompute_all
 from legroom.memory.policies.repair import repair
@@ -40,11 +40,15 @@ HOST_FULL = 0.9
 
 @POLICIES.register("auto")
 def auto(problem: Problem) -> Choice:
-    """The fastest mix of variants and moves that keeps the budget; states leave if they must."""
-    choice = _with_all_states(problem)
-    if problem.fits(choice.actions):
+    """The fastest mix of variants and moves that keeps the budget; states leave if that is faster.
+
+    Or if nothing else makes the step fit.
+    """
+    started = time.monotonic()
+    choice = _with_all_states(problem._replace(quick=problem.quick or must_park(problem)))
+    if problem.keeps(choice.actions) and (problem.quick or not worth_parking(problem, choice)):
         return choice
-    return parked(problem, choice, _with_all_states)
+    return parked(problem, choice, _with_all_states, started)
 
 
 def _with_all_states(problem: Problem) -> Choice:
@@ -54,9 +58,9 @@ def _with_all_states(problem: Problem) -> Choice:
     if near is problem:
         return choice
     used = tier_peaks(problem.step, choice.actions).get("host", 0)
-    if problem.fits(choice.actions) and used < HOST_FULL * problem.budget["host"]:
+    if near.keeps(choice.actions) and used < HOST_FULL * problem.budget["host"]:
         return choice
-    return _mix(problem)
+    return better(problem, [choice, _mix(problem)])
 
 
 def _near(problem: Problem) -> Problem:
@@ -89,7 +93,7 @@ def _mix(problem: Problem) -> Choice:
             break
     for plain in (every_nth, swap_all):
         actions = plain(problem).actions
-        if problem.fits(actions):
+        if problem.keeps(actions):
             found.append((problem.simulator.time(actions), actions))
     small = smallest(problem)
     if not found and small and problem.fits(small):
@@ -125,13 +129,14 @@ def realise(problem: Problem, answer: Answer, limit: int | None = None) -> list[
     shares: dict[int, dict[str, float]] = {}
     for (storage, tier), share in answer.moves.items():
         shares.setdefault(storage, {})[tier] = share
-    wants, debt = [], 0.0
+    wants, debt, room = [], 0.0, dict(problem.budget)
     for storage, by_tier in shares.items():
-        size = problem.step.storages[storage].num_bytes
+        size, tier = problem.step.storages[storage].num_bytes, max(by_tier, key=by_tier.__getitem__)
         debt += sum(by_tier.values()) * size
-        if debt >= 0.5 * size:
+        if debt >= 0.5 * size and room[tier] >= size:
             debt -= size
-            wants.append(Want(storage, max(by_tier, key=lambda t: by_tier[t])))
+            room[tier] -= size
+            wants.append(Want(storage, tier))
     moves = schedule(problem.simulator, wants, recomputes)
     limit = problem.limit if limit is None else limit
     moves = tighten(problem.simulator, moves, recomputes, limit)

@@ -1,50 +1,77 @@
-"""Where nothing else makes a step fit: optimizer states on the host, few or many."""
+"""Optimizer states on the host, few or many, where a step does not fit or is slow without that."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from legroom.core.units import format_bytes
-from legroom.memory.parking import TIER, make_park, param_states, parks, without_states
+from legroom.memory.parking import (
+    TIER,
+    make_park,
+    param_states,
+    park_s,
+    parks,
+    update_position,
+    without_states,
+)
 from legroom.memory.planner import Choice, Problem
-from legroom.memory.play import tier_peaks
 from legroom.memory.simulate import Simulator
 
-DEADLINE_S = 4.0
-"""After so long no more numbers are tried, once one fits."""
+DEADLINE_S, FULL_S = 4.0, 3.0
+"""After so long no more numbers are tried, once one fits; and no plan is made with more care."""
 MORE = (0.5, 1.0, 0.25, 0.0)
 """Of the states that need not go, those that do: the rest of the step then has more room."""
+STEEP = 3.0
+"""The last byte made room for costs so many times as much as one on average, or less."""
 
 
-def parked(problem: Problem, bare: Choice, choose: Callable[[Problem], Choice]) -> Choice:
+def worth_parking(problem: Problem, choice: Choice) -> bool:
+    """Whether bytes that a choice makes room for may cost more than to park as many of states."""
+    simulator, total = problem.simulator, sum(param_states(problem.step).values())
+    missing = simulator.shape([]).peak - problem.limit
+    if TIER not in problem.tiers() or not total or missing <= 0:
+        return False
+    lost_s = simulator.time(choice.actions) - simulator.time([])
+    all_s = park_s(simulator.machine, make_park(problem.step, total))
+    return STEEP * lost_s / missing > all_s / total
+
+
+def must_park(problem: Problem) -> bool:
+    """Whether what the update itself needs is more than there is."""
+    shape, step = problem.simulator.shape([]), problem.step
+    at = min(update_position(step), len(step.ops) - 1)
+    return bool(param_states(step)) and int(shape.during[at]) > problem.limit
+
+
+def parked(
+    problem: Problem, bare: Choice, choose: Callable[[Problem], Choice], started: float
+) -> Choice:
     """The fastest of some numbers of states on the host; the smallest if none makes room enough.
 
-    `bare` is the smallest choice that leaves them where they are; `choose` plans the rest.
+    `bare` is the best choice that leaves them where they are; `choose` plans the rest.
     """
-    shape, total = problem.simulator.shape, sum(param_states(problem.step).values())
-    need = shape(bare.actions).peak - problem.limit
+    total = sum(param_states(problem.step).values())
+    need = max(problem.simulator.shape(bare.actions).peak - problem.limit, 0)
     if TIER not in problem.tiers() or not total:
         return bare
     most = min(total, problem.budget[TIER])
     sizes = [need + int(more * (most - need)) for more in MORE if need <= most]
-    quick, until = problem._replace(quick=True), time.monotonic() + DEADLINE_S
-    found, fitting = [], []
-    for size in sizes or [total]:
+    quick, found = problem._replace(quick=True), [bare]
+    for size in [size for size in sizes if size] or [total]:
         found.append(_with(quick, size, choose))
-        fitting += found[-1:] if _keeps_all(problem, found[-1]) else []
-        if fitting and time.monotonic() > until:
+        if problem.keeps(found[-1].actions) and time.monotonic() - started > DEADLINE_S:
             break
-    if not fitting:  # of the device; what is over on the host is told
-        return min((bare, *found), key=lambda choice: shape(choice.actions).peak)
-    best = min(fitting, key=lambda choice: problem.simulator.time(choice.actions))
-    if problem.quick:
+    best, late = better(problem, found), time.monotonic() - started > FULL_S
+    if problem.quick or late or not parks(best.actions) or not problem.keeps(best.actions):
         return best
-    full = _with(problem, parks(best.actions)[0].num_bytes, choose)
-    return full if _keeps_all(problem, full) else best
+    return better(problem, [best, _with(problem, parks(best.actions)[0].num_bytes, choose)])
 
 
-def _keeps_all(problem: Problem, choice: Choice) -> bool:
-    used = tier_peaks(problem.step, choice.actions).get(TIER, 0)
-    return problem.fits(choice.actions) and used <= problem.budget[TIER]
+def better(problem: Problem, choices: Sequence[Choice]) -> Choice:
+    """The fastest that keeps all budgets; if none does, the smallest: what is over is told."""
+    keeping = [choice for choice in choices if problem.keeps(choice.actions)]
+    if keeping:
+        return min(keeping, key=lambda choice: problem.simulator.time(choice.actions))
+    return min(choices, key=lambda choice: problem.simulator.shape(choice.actions).peak)
 
 
 def _with(problem: Problem, size: int, choose: Callable[[Problem], Choice]) -> Choice:

@@ -1,0 +1,150 @@
+"""What optimizers will keep and take, foreseen on fake tensors, against what they really do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.optimization import Adafactor
+
+import legroom
+from legroom.memory.parking import make_park, param_states, without_states
+from legroom.memory.profile import capture_fake, stand_in_loss
+from legroom.memory.timers import memory_reports, reports_peak
+from legroom.memory.trace import Kind
+from legroom.memory.update import STEPS, Update, foresee_update
+from tests.torch.support import MACHINE
+
+CPU = torch.device("cpu")
+
+
+class Own(torch.optim.Optimizer):
+    """A user's: no states, a count of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.count, self.seen = 0, [0]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.count += 1
+        self.seen.append(self.count)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad)
+
+
+class Curious(Own):
+    """Looks at its numbers."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad.norm().item() > 0:
+                p.sub_(p.grad)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    first, *others = model.parameters()
+    return [{"params": [first], "momentum": 0.0}, {"params": others}]
+
+
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw loop": lambda m: torch.optim.AdamW(m.parameters(), foreach=False),
+    "adamw foreach": lambda m: torch.optim.AdamW(m.parameters(), foreach=True),
+    "adamw fused": lambda m: torch.optim.AdamW(m.parameters(), fused=True),
+    "amsgrad": lambda m: torch.optim.Adam(m.parameters(), amsgrad=True),
+    "radam": lambda m: torch.optim.RAdam(m.parameters()),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), momentum=0.9, centered=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "sgd in groups": lambda m: torch.optim.SGD(groups(m), lr=0.1, momentum=0.9),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+    "adafactor of transformers": lambda m: Adafactor(m.parameters()),
+    "of a user": lambda m: Own(m.parameters()),
+    "curious": lambda m: Curious(m.parameters()),
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(192, 192) for _ in range(4)], nn.Linear(192, 400))
+
+
+def foreseen(model: nn.Module, optimizer: torch.optim.Optimizer) -> Update:
+    update = foresee_update(optimizer, dict(model.named_parameters()), CPU)
+    assert update is not None
+    return update
+
+
+def tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_states_and_scratch_are_as_foreseen(maker: str) -> None:
+    """The states to a hundredth; scratch to a tenth of the weights."""
+    model = make_model()
+    optimizer = MAKERS[maker](model)
+    update = foreseen(model, optimizer)
+    assert not tensors(optimizer) and getattr(optimizer, "count", 0) == 0
+    assert getattr(optimizer, "seen", [0]) == [0]
+    weights, scratch = sum(p.nbytes for p in model.parameters()), 0
+    for _ in range(STEPS):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        reports: list[tuple[int, int]] = []
+        with memory_reports(reports):
+            optimizer.step()
+        left = max(sum(size for _, size in reports), 0)
+        scratch = max(scratch, reports_peak(reports) - left)
+    kept = sum(x.nbytes for x in tensors(optimizer))
+    assert sum(update.states.values()) == pytest.approx(kept, abs=0.01 * weights)
+    assert update.single_bytes + update.joint_bytes == pytest.approx(scratch, abs=0.1 * weights)
+
+
+def test_what_is_not_in_the_optimizer_has_no_states() -> None:
+    """Nor has what is frozen."""
+    model = make_model()
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()], fused=True)
+    states = foreseen(model, optimizer).states
+    assert {name for name, size in states.items() if size} == {"0.weight", "0.bias"}
+
+
+def test_a_step_that_fake_tensors_cannot_follow_is_not_foreseen() -> None:
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    assert foresee_update(optimizer, dict(model.named_parameters()), CPU) is None
+
+
+def test_parked_updates_take_scratch_for_a_wave_only() -> None:
+    """Lists of all parameters take as much as all; where most are parked, no list has all."""
+    model = make_model()
+    update = foreseen(model, torch.optim.AdamW(model.parameters(), foreach=True))
+    batch = ((torch.randn(8, 192),), {})
+    step = capture_fake(model, batch, stand_in_loss, MACHINE, device=CPU, optimizer=update).step
+    assert step.ops[-1].workspace_bytes == update.joint_bytes > 0
+    total = sum(param_states(step).values())
+    park = make_park(step, total)
+    rest = without_states(step, park)
+    assert rest.ops[-1].workspace_bytes - park.window_bytes < 0.5 * update.joint_bytes
+    loop = foreseen(model, torch.optim.AdamW(model.parameters(), foreach=False))
+    step = capture_fake(model, batch, stand_in_loss, MACHINE, device=CPU, optimizer=loop).step
+    rest = without_states(step, make_park(step, total))
+    scratch = [s.num_bytes for s in rest.storages if s.name == "optimizer"]
+    assert scratch == [loop.single_bytes] and step.storages[-1].kind is Kind.STATE
+
+
+@pytest.mark.parametrize("maker", ["of a user", "adafactor of transformers"])
+def test_jobs_are_not_refused_for_states_that_will_not_be_there(maker: str) -> None:
+    """Three times the weights are enough for weights, gradients and little else."""
+    model = make_model()
+    optimizer = MAKERS[maker](model)
+    budget = 3 * sum(p.nbytes for p in model.parameters())
+    with legroom.fit(model, optimizer, budget=budget, machine=MACHINE) as job:
+        for _ in range(5):
+            with job.step():
+                model(torch.randn(8, 192)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
