@@ -78,7 +78,10 @@ FEW_OPS = 300
 FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
 LARGE = 0.05
-"""A tensor of this share of the budget leaves gaps that matter: the first share is not tried."""
+"""A tensor of this share of the budget leaves gaps that matter: room is spared for one more."""
+LARGE_SHARES = (0.965, 0.93, 0.9, 0.87, 0.84)
+DEAR = 1.03
+"""Unless a step that leaves that room takes so many times as long."""
 
 
 def make_plan(
@@ -165,17 +168,19 @@ def make_placed_plan(
 ) -> tuple[Plan, Placement]:
     """A plan whose tensors find room in the device's budget as its allocator places them.
 
-    Where none does, the allocator has to tidy up in mid-step, which is slow and may fail: the plan
-    that comes closest is taken. Where it cannot be helped (`places` is False), or has room in
+    Large ones may come and go a little earlier or later than foreseen, so one more should find
+    room. Where none does, the allocator has to tidy up in mid-step, which is slow and may fail: the
+    plan that comes closest is taken. Where it cannot be helped (`places` is False), or has room in
     plenty, nothing is placed.
     """
     if not places:
         return make_plan(step, machine, budget, policy, lossy=lossy), NOWHERE
     limit, simulator = budget["device"], Simulator(step, machine)
     largest = max((s.num_bytes for s in step.storages if s.birth >= 0), default=0)
-    found: list[tuple[Plan, Placement]] = []
+    spare = largest if largest >= LARGE * limit else 0
     shares = SHARES if len(step.ops) > FEW_OPS else FINE_SHARES
-    for share in shares if largest < LARGE * limit else shares[1:]:
+    found: list[_Placed] = []
+    for share in LARGE_SHARES if spare else shares:
         tight = {**budget, "device": int(limit * share)}
         try:
             plan = make_plan(step, machine, tight, policy, lossy=lossy)
@@ -183,14 +188,30 @@ def make_placed_plan(
             break
         if plan.predicted.device_bytes < FAR * limit:
             return plan, NOWHERE
-        placed = place(simulator, plan.actions, limit)
-        found.append((plan, placed))
-        if not placed.missing_bytes:
+        fits = [one.plan.predicted.step_s for one in found if not one.missing[0]]
+        if fits and plan.predicted.step_s > DEAR * min(fits):
+            break
+        found.append(_place(simulator, plan, limit, spare))
+        if not any(found[-1].missing):
             break
     if not found:
         plan = make_plan(step, machine, budget, policy, lossy=lossy)
-        found.append((plan, place(simulator, plan.actions, limit)))
-    return min(found, key=lambda one: one[1].missing_bytes)
+        found.append(_place(simulator, plan, limit, spare))
+    best = min(found, key=lambda one: one.missing)
+    return best.plan, best.placement
+
+
+class _Placed(NamedTuple):
+    plan: Plan
+    placement: Placement
+    missing: tuple[int, int]
+    """By how much the room is too small, as it is and with some spared."""
+
+
+def _place(simulator: Simulator, plan: Plan, limit: int, spare: int) -> _Placed:
+    placed = place(simulator, plan.actions, limit)
+    less = place(simulator, plan.actions, limit - spare) if spare else placed
+    return _Placed(plan, placed, (placed.missing_bytes, less.missing_bytes))
 
 
 def budget_error(plan: Plan, step: Step, tier: str) -> BudgetError:

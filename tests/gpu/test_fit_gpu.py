@@ -1,5 +1,6 @@
 """Live jobs on CUDA: gradients equal, the cap holds, the peak is the predicted one."""
 
+import gc
 import subprocess
 import sys
 
@@ -69,6 +70,29 @@ def test_the_budget_holds_and_the_peak_is_as_predicted(name: str) -> None:
         both = job.comparison()
         assert both.measured.peak_bytes["reserved"] <= budget
         assert abs(both.peak_error) < 0.03, (both.predicted.peak_bytes, both.measured.peak_bytes)
+
+
+def test_a_step_without_room_leaves_nothing_behind() -> None:
+    """Once its job is closed and its names are gone, the device is as it was."""
+    before = torch.cuda.memory_allocated()
+
+    def run() -> None:
+        example, optimizer, budget = budget_for("llama-tiny", 0.5)
+        with legroom.fit(example.model, optimizer, budget=budget) as job:
+            for seed in range(6):
+                with job.step():
+                    loss = example.loss_fn(example.model, example.make_batch(seed))
+                    if seed == 4:
+                        loss.register_hook(lambda _: torch.empty(budget, device="cuda"))
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    with pytest.raises(torch.OutOfMemoryError, match="in step 5 of its kind"):
+        run()
+    gc.collect()
+    left = torch.cuda.memory_allocated() - before
+    assert left < 80 << 20, f"{left >> 20} MiB are left, more than libraries hold"
 
 
 EARLIER_WORK = """
