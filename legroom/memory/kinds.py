@@ -73,6 +73,8 @@ class Made(NamedTuple):
     """How long it took to compile and try what it could run in."""
     missing_bytes: int = 0
     """By how much the best plan for it is over the budget."""
+    step_s: float = 0.0
+    """How long it takes under that plan."""
 
 
 class Force(NamedTuple):

@@ -42,6 +42,10 @@ CHUNKS = (8, 1, 32, 4, 16, 2)
 """Of the loss of a language model."""
 LOGITS = 8
 """Bytes for each of them that a loss in full holds, at the least."""
+GAPS = (1.0, 0.5, 0.25)
+"""Shares of the largest tensor inside of compiled blocks that are left to the allocator, if any."""
+TIMID = 1.1
+"""An eager step may take so many times as long as one in builds that no such room is left for."""
 MANY = 32
 """Chunks to begin with where logits in full do not fit."""
 
@@ -140,7 +144,7 @@ class Workshop:
                 rank = _rank(made.step, machine, budget, policy)
                 if rank < best_rank:
                     best, best_rank = self._made(captured, made, tried), rank
-        return best._replace(seconds=took_s, missing_bytes=best_rank[1])
+        return best._replace(seconds=took_s, step_s=best_rank[0], missing_bytes=best_rank[1])
 
     def dress(
         self,
@@ -154,16 +158,19 @@ class Workshop:
         """Have a recorded kind run in the best builds, with room for what they take inside."""
         assert kind.capture is not None
         kind.plain, plain = kind.capture, Made(kind.capture, kind.base)
-        kind.wear(self.make(plain, like, machine, meter.usable(budget), policy))
+        make = partial(self.make, plain, like, machine, policy=policy)
+        best = make(meter.usable(budget))
+        kind.wear(best)
         slack, meter.watches = meter.slack, True
-        for gap in (kind.unseen_bytes, kind.unseen_bytes // 2):
-            if not meter.leave(gap, budget["device"]):
-                break
-            made = self.make(plain, like, machine, meter.usable(budget), policy)
-            if made.missing_bytes or not made.outfit.shares:  # then as much as there was
-                meter.slack = slack
-            if not made.missing_bytes:
+        for share in GAPS if best.outfit.shares else ():
+            if not meter.leave(int(share * kind.unseen_bytes), budget["device"]):
+                return
+            made = make(meter.usable(budget))
+            if made.outfit.shares and not made.missing_bytes:
                 return kind.wear(made)
+            meter.slack = slack  # then as much as there was
+            if not made.missing_bytes and made.step_s < TIMID * best.step_s:
+                return kind.wear(made)  # eager, where all is known
 
     def remake(self, kind: Kind, machine: Machine, budget: Mapping[str, int], policy: str) -> None:
         """Choose builds anew by what was learned since."""
