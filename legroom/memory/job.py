@@ -39,6 +39,7 @@ from legroom.memory.profile import (
     foreseen_update,
     held_bytes,
     name_states,
+    naming_gradients,
     with_others,
 )
 from legroom.memory.recorder import Recorder
@@ -161,6 +162,7 @@ class MemoryJob:
         name_states(recorder, self.model, self.states.here())
         self._recording = (recorder, timer, self.meter.found() + self.states.away_bytes)
         stack.enter_context(self.states.recorded(recorder))
+        stack.enter_context(naming_gradients(recorder, self.model))
         stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
         stack.enter_context(recorder.watch_modules())

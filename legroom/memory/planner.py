@@ -68,6 +68,7 @@ Policy = Callable[[Problem], Choice]
 POLICIES: Registry[Policy] = Registry("policy")
 
 
+LOSS_OPS = ("log_softmax", "nll_loss")
 SAFE = 0.88
 """Share of the budget that a plan for steps not yet measured may use."""
 SHARES = (1.0, 0.965, 0.93)
@@ -226,6 +227,12 @@ def budget_error(plan: Plan, step: Step, tier: str) -> BudgetError:
         f"{format_bytes(peak - limit)} over the budget of {format_bytes(limit)}. "
         f"The smallest budget that works with it is {format_bytes(peak)} ({peak} bytes). "
         f"The peak is at {plan.predicted.peak_at}: {made_of}. Largest tensors: {names}. "
-        "Try a larger budget, a smaller batch, or a lower tier with more room."
+        f"Try a larger budget, a smaller batch, or a lower tier with more room{_hint(plan)}."
     )
     return BudgetError(message, missing_bytes=peak - limit, smallest_bytes=peak)
+
+
+def _hint(plan: Plan) -> str:
+    """What else helps, where the loss of a language model is what takes most."""
+    at_loss = any(op in plan.predicted.peak_at for op in LOSS_OPS)
+    return '; or compile="blocks", which computes the loss in chunks' if at_loss else ""

@@ -1,9 +1,10 @@
 """Capture a step as a trace: with fake tensors on any machine, or from a real recorded step."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -304,6 +305,26 @@ def name_states(
             recorder.name_storage(param.grad, f"{name}.grad", "gradient")
     for name, state in states:
         recorder.name_storage(state, name, "state")
+
+
+@contextmanager
+def naming_gradients(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+    """Tell a recorder of gradients as they come: they may be gone when the step ends."""
+
+    def note(name: str, param: Tensor) -> None:
+        if param.grad is not None:
+            recorder.name_storage(param.grad, f"{name}.grad", "gradient")
+
+    params = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    hooks = [
+        p.register_post_accumulate_grad_hook(partial(note, name))  # type: ignore[no-untyped-call]
+        for name, p in params
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def held_bytes(

@@ -58,6 +58,36 @@ def test_a_first_plan_holds_nothing_of_the_step_it_is_made_for() -> None:
         gc.enable()
 
 
+def test_gradients_that_go_with_their_step_are_known_as_such() -> None:
+    """As in most loops: `zero_grad` is in the step, and the peak is made of gradients, too."""
+    model = nn.Sequential(*[Mlp() for _ in range(6)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with legroom.fit(model, optimizer, budget="64MiB") as job:
+        for _ in range(4):
+            with job.step():
+                model(torch.randn(4, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        parts = job.current.plan.predicted.peak_parts  # type: ignore[union-attr]
+    assert parts["gradient"] == parts["weight"] == sum(p.nbytes for p in model.parameters())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_where_the_loss_takes_most_an_error_says_what_helps() -> None:
+    """Chunks do, for language models; elsewhere they are not spoken of."""
+    model = nn.Sequential(nn.Embedding(64, 64), Mlp(), nn.Linear(64, 4096))
+    tokens = torch.randint(0, 64, (1024,))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch), batch)
+
+    with pytest.raises(legroom.BudgetError, match='compile="blocks"'):
+        legroom.estimate(model, tokens, machine=MACHINE, loss_fn=loss, budget=1 << 20)
+    with pytest.raises(legroom.BudgetError) as caught:
+        legroom.estimate(model[:2], tokens, machine=MACHINE, budget=1 << 10)
+    assert "compile" not in str(caught.value)
+
+
 def test_what_others_hold_on_the_device_counts() -> None:
     """A second model, or a library's scratch, is part of the peak and takes of the budget."""
     model = nn.Sequential(*[Mlp() for _ in range(6)])
