@@ -99,7 +99,8 @@ def _verdict(row: Row, rows: list[Row]) -> str:
     if "error" not in row and not kept(row):
         return "no: over the cap"
     if peer is None:
-        return "yes: no peer fits" if wins(row, rows) else "no peer fits either"
+        none = f"none of the {sum(r['tool'] not in OURS for r in rows)} others run fits"
+        return f"yes: {none}" if wins(row, rows) else none
     words = f"{_tool(peer)} takes {peer['ms']:.1f}"
     if "error" not in row:
         words += f" ({(peer['ms'] / row['ms'] - 1) * 100:+.0f} %)"

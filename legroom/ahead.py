@@ -140,7 +140,7 @@ def machine_budget(budget: Budget, machine: Machine) -> dict[str, int]:
         if tier not in limits:
             raise InputError(f"{machine.name} has no tier {tier!r}; it has {', '.join(limits)}")
         if value != "auto":
-            size = parse_bytes(value)
+            size = parse_bytes(value, or_none=tier != "device")
             if size > limits[tier]:
                 raise InputError(
                     f"the {tier} budget of {format_bytes(size)} is larger than {machine.name}'s "

@@ -225,7 +225,7 @@ def read_budget(
         if tier == "device" and value == "auto":
             limits["device"] = size - _reserve(device)
             continue
-        limits[tier] = parse_bytes(value)
+        limits[tier] = parse_bytes(value, or_none=tier != "device")
     if limits["device"] > size:
         raise InputError(
             f"the budget of {format_bytes(limits['device'])} is larger than the device, "

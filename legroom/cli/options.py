@@ -22,7 +22,7 @@ BudgetText = Annotated[
         "--budget",
         "-b",
         help="The most the device may hold at any moment: 16GiB, or by tier: "
-        "device=16GiB,host=64GiB. 'auto' is all it has.",
+        "device=16GiB,host=64GiB,disk=0. 'auto' is all it has.",
     ),
 ]
 MachineName = Annotated[

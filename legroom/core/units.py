@@ -18,15 +18,18 @@ _UNITS = {
 _SIZE = re.compile(r"^\s*([+-]?\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]+)\s*$")
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | int, *, or_none: bool = False) -> int:
     """Read a size: an int is bytes, a text needs a unit ("16GiB", "500 MB").
 
-    Raises UnitError for a text with no unit, an unknown unit, or a size not above zero.
+    Raises UnitError for a text with no unit, an unknown unit, or a size not above zero: 0 is one
+    only `or_none`.
     """
+    if or_none and text in ("0", 0) and not isinstance(text, bool):
+        return 0
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise UnitError(f"a size is an int of bytes or a text such as '16GiB', not {text!r}")
     size = text if isinstance(text, int) else _read(text)
-    if size <= 0:
+    if size < 0 or (size == 0 and not or_none):
         raise UnitError(f"a size must be above zero, not {text!r}")
     return size
 

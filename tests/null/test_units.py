@@ -45,6 +45,14 @@ def test_a_size_is_above_zero(size: str | int) -> None:
         parse_bytes(size)
 
 
+@pytest.mark.parametrize("size", [0, "0", "0GiB", "0 B"])
+def test_nothing_is_a_size_where_it_may_be(size: str | int) -> None:
+    """Not for the device, but for tiers to be left alone."""
+    assert parse_bytes(size, or_none=True) == 0
+    with pytest.raises(UnitError, match="above zero"):
+        parse_bytes(-1, or_none=True)
+
+
 @pytest.mark.parametrize("size", [True, 1.5, None, b"1GiB"])
 def test_other_types_are_refused(size: object) -> None:
     """True is no size, and neither is a float: it would round silently."""

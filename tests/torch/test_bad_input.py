@@ -33,6 +33,7 @@ def hooks(model: nn.Module) -> int:
         ({"budget": "16 bananas"}, "unknown unit"),
         ({"budget": -5}, "above zero"),
         ({"budget": "-1GiB"}, "above zero"),
+        ({"budget": {"device": 0}}, "above zero"),
         ({"budget": "900TiB"}, "larger than the device"),
         ({"budget": {"host": "1GiB"}}, "names 'device'"),
         ({"budget": {"device": "1GiB", "tape": "1GiB"}}, "tape"),

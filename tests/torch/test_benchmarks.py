@@ -145,7 +145,7 @@ def test_the_table_of_a_model() -> None:
         "| blocks |  |  | 30.0 | 400.0 | 1.00 |  |",
         "| legroom |  | 30.0 | 29.0 | 380.0 | 0.95 | yes: blocks takes 400.0 (+5 %) |",
         "| legroom |  | 10.0 | 9.5 | 700.0 | 1.75 | no: checkpoint takes 600.0 (-14 %) |",
-        "| legroom |  | 5.0 |  | BudgetError: no/way |  | no peer fits either |",
+        "| legroom |  | 5.0 |  | BudgetError: no/way |  | none of the 3 others run fits |",
     ]
 
 

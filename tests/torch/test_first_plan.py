@@ -88,6 +88,21 @@ def test_where_the_loss_takes_most_an_error_says_what_helps() -> None:
     assert "compile" not in str(caught.value)
 
 
+@pytest.mark.parametrize("off", [{"disk": 0}, {"disk": "0GiB", "host": "0"}])
+def test_a_tier_with_nothing_is_left_alone(off: dict[str, int | str]) -> None:
+    """All that is left is to run blocks again."""
+    model, x = nn.Sequential(*[Mlp() for _ in range(8)]), torch.randn(512, 64)
+    natural = legroom.estimate(model, x, machine=MACHINE, optimizer="none").device_bytes
+    budget = {"device": int(0.6 * natural), **off}
+    with legroom.fit(model, None, budget=budget, machine=MACHINE) as job:
+        for _ in range(4):
+            with job.step():
+                model(x).sum().backward()
+            model.zero_grad()
+        plan = job.current.plan  # type: ignore[union-attr]
+    assert plan.recomputes and set(plan.predicted.peak_bytes) == {"device"}
+
+
 def test_what_others_hold_on_the_device_counts() -> None:
     """A second model, or a library's scratch, is part of the peak and takes of the budget."""
     model = nn.Sequential(*[Mlp() for _ in range(6)])
