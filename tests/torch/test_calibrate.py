@@ -7,7 +7,7 @@ from legroom.machine.spec import find_machine
 from legroom.memory.actions import Recompute
 from legroom.memory.builds import Pace
 from legroom.memory.calibrate import MAX_CONTENTION, as_predicted, foresee, learn, to_scale
-from legroom.memory.kinds import Kind, Made, Measurement, Outfit, rescaled
+from legroom.memory.kinds import PRESSES, Kind, Made, Measurement, Outfit, rescaled
 from legroom.memory.script import Script
 from legroom.memory.simulate import Simulator
 from legroom.memory.variants import with_variants
@@ -226,6 +226,23 @@ def test_steps_that_differ_are_not_judged_too_soon() -> None:
     assert kind.ripe
     kind.judge(last=False)
     assert not kind.ripe
+
+
+@pytest.mark.parametrize(("later_s", "stays"), [(1.1, False), (1.4, True)])
+def test_a_plan_that_presses_the_allocator_must_be_much_faster(later_s: float, stays: bool) -> None:
+    """It may fail one day; but if all else is slow, it is put back and left in peace."""
+    kind = kind_of(full)
+    first = kind.plan
+    measure(kind, 9.0, *[1.0] * 4)
+    kind.presses = PRESSES
+    kind.judge(last=False)
+    kind.start_anew()
+    kind.plan = by_hand(kind.capture.step, swap(kind.capture.step))
+    measure(kind, 9.0, *[later_s] * 4)
+    assert kind.judge(last=True) is stays
+    assert (kind.plan is first) is stays and kind.cramped is stays
+    kind.presses = PRESSES
+    assert kind.pressed is not stays
 
 
 def test_a_slower_host_takes_longer_for_all_it_does() -> None:

@@ -468,7 +468,7 @@ def test_a_plan_that_cannot_be_made_tighter_stays() -> None:
 
 
 def test_a_plan_that_presses_the_allocator_is_not_waited_for() -> None:
-    """Two such steps are enough: the next may find no room at all. It is not the best, either."""
+    """Two such steps are enough: the next may find no room at all. Others are preferred, too."""
     model, batch = stack(Mlp), rows()
     with fitted(model, "keep_all") as job:
         last, pressed = job.meter.last, True
@@ -481,7 +481,7 @@ def test_a_plan_that_presses_the_allocator_is_not_waited_for() -> None:
             kind = job.current
             if pressed and job.meter.slack:
                 seen, pressed = [kind.visits, kind.replans, kind.best], False
-    assert seen[0] <= 6 and seen[1:] == [0, None]
+    assert seen[0] <= 6 and seen[1] == 0 and seen[2].pressed
     assert job.meter.slack == PRESSED and kind.best is not None
 
 
