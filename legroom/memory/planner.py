@@ -136,12 +136,15 @@ def make_safe_plan(
     """A plan for steps not yet measured: with room for what fake tensors do not show.
 
     That is scratch memory, a loss computed outside the model, and what libraries take: `unseen`
-    bytes, the first of these that can be had. Where no such room can be had, a `tight` plan leaves
-    half of what it could at most, or none; else BudgetError is raised.
+    bytes, the first of these that can be had; and a gap for a large tensor, if that can be had.
+    Where no such room can be had, a `tight` plan leaves half of what it could at most, or none;
+    else BudgetError is raised.
     """
     names = ("keep_all", "recompute_all", "auto") if policy == "auto" else (policy,)
     limit, make = budget["device"], partial(make_plan, step, machine, lossy=lossy)
-    rooms = [int(limit * SAFE) - num_bytes for num_bytes in unseen]
+    spare = spared_bytes(step, limit)
+    more = [spare + unseen[0]] if spare else []
+    rooms = [int(limit * SAFE) - num_bytes for num_bytes in (*more, *unseen)]
     *others, last = itertools.product(rooms, names)
     for room, name in others:
         with contextlib.suppress(BudgetError):
@@ -177,8 +180,7 @@ def make_placed_plan(
     if not places:
         return make_plan(step, machine, budget, policy, lossy=lossy), NOWHERE
     limit, simulator = budget["device"], Simulator(step, machine)
-    largest = max((s.num_bytes for s in step.storages if s.birth >= 0), default=0)
-    spare = largest if largest >= LARGE * limit else 0
+    spare = spared_bytes(step, limit)
     shares = SHARES if len(step.ops) > FEW_OPS else FINE_SHARES
     found: list[_Placed] = []
     for share in LARGE_SHARES if spare else shares:
@@ -200,6 +202,12 @@ def make_placed_plan(
         found.append(_place(simulator, plan, limit, spare))
     best = min(found, key=lambda one: one.missing)
     return best.plan, best.placement
+
+
+def spared_bytes(step: Step, limit: int) -> int:
+    """The largest tensor, where that is large beside the budget; else nothing."""
+    largest = max((s.num_bytes for s in step.storages if s.birth >= 0), default=0)
+    return largest if largest >= LARGE * limit else 0
 
 
 class _Placed(NamedTuple):

@@ -14,7 +14,7 @@ from legroom.memory.actions import Action, Compress, Move, Recompute
 from legroom.memory.arena import Placement
 from legroom.memory.handmade import chain, natural_peak
 from legroom.memory.plan import Plan
-from legroom.memory.planner import Problem, make_placed_plan, make_plan, make_safe_plan
+from legroom.memory.planner import SAFE, Problem, make_placed_plan, make_plan, make_safe_plan
 from legroom.memory.policies.shrink import shrunk
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
@@ -269,6 +269,14 @@ def test_room_is_spared_where_one_tensor_is_large(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("legroom.memory.planner.DEAR", 1.0)
     near, _ = make_placed_plan(step, machine(), limits, "auto")
     assert near.predicted.step_s < plan.predicted.step_s
+
+
+def test_a_first_plan_leaves_a_gap_for_a_large_tensor() -> None:
+    """Allocators have gaps, and a large tensor fits in none of them."""
+    step = chain(40, [2048] + [512] * 39, output_bytes=16)
+    limit = int(natural_peak(step) / (SAFE - 0.01))
+    plan = make_safe_plan(step, machine(), {"device": limit}, "auto")
+    assert plan.policy != "keep_all" and plan.predicted.device_bytes <= SAFE * limit - 2048
 
 
 def test_a_first_plan_without_room_to_spare_still_leaves_some() -> None:
