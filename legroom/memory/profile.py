@@ -27,6 +27,7 @@ from legroom.memory.fake import (
     run_small_for_real,
 )
 from legroom.memory.mechanisms.attributes import attributes_kept
+from legroom.memory.mechanisms.recompute import undrawn
 from legroom.memory.mechanisms.tape import OpForm
 from legroom.memory.recorder import Recorder
 from legroom.memory.roofline import op_time
@@ -93,7 +94,7 @@ def capture_fake(
     the model raises on fake tensors (data-dependent control flow does).
     """
     device = device or fake_device(machine)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with undrawn(device), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         weights = fake_weights(model, device)
         inputs = tree_map(lambda x: fake_input(x, device) if isinstance(x, Tensor) else x, batch)
         kept = attributes_kept(model.modules())

@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from legroom.memory.mechanisms.recompute import undrawn
+
 STEPS = 8
 """Some do other arithmetic after the first few."""
 NOTE = 0.01
@@ -51,30 +53,27 @@ def foresee_update(
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # its step may talk to others
     names = {param: name for name, param in named.items()}
-    states, singles, joint = {}, [0], 0.0
     try:
-        for group in optimizer.param_groups:
-            trials = _Trials(optimizer, group, device)
-            for param in group["params"]:
-                need = trials.need(param)
-                joint += need.scratch if trials.together else 0
-                singles.append(0 if trials.together else int(need.scratch))
-                if param in names:
-                    states[names[param]] = int(need.states)
+        with undrawn(device):
+            trials = [_Trials(optimizer, group, device) for group in optimizer.param_groups]
+            needs = [(t, p, t.need(p)) for t in trials for p in t.params]
     except Exception:  # whatever a step does that fake tensors cannot
         return None
-    return Update(type(optimizer).__name__.lower(), states, max(singles), int(joint))
+    joint = sum(need.scratch for trial, _, need in needs if trial.together)
+    single = max((need.scratch for trial, _, need in needs if not trial.together), default=0)
+    states = {names[p]: int(need.states) for _, p, need in needs if p in names}
+    return Update(type(optimizer).__name__.lower(), states, int(single), int(joint))
 
 
 class _Trials:
     """One for each form of note among a group's parameters; small ones take as the largest does."""
 
     def __init__(self, optimizer: Any, group: Any, device: torch.device) -> None:
-        params = [p for p in group["params"] if p.requires_grad]
-        self._total = sum(p.nbytes for p in params)
+        self.params = [p for p in group["params"] if p.requires_grad and p.nbytes]
+        self._total = sum(p.nbytes for p in self.params)
         self._run = partial(_try, optimizer, group, device=device)
         self._known: dict[Any, _Need] = {}
-        self._largest = max(params, key=lambda p: p.nbytes, default=None)
+        self._largest = max(self.params, key=lambda p: p.nbytes, default=None)
         self.together = False
         if self._largest is not None:
             one, several = self.need(self._largest), self._run([self._largest] * SEVERAL)
@@ -83,8 +82,6 @@ class _Trials:
     def need(self, param: Tensor) -> _Need:
         """What a parameter needs."""
         form = (param.size(), param.stride(), param.dtype)
-        if not param.requires_grad or not param.nbytes:
-            return _Need(0, 0)
         if form not in self._known:
             small = param is not self._largest and param.nbytes < NOTE * self._total
             self._known[form] = self._scaled(param) if small else self._run([param])

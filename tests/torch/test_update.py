@@ -1,8 +1,10 @@
 """What optimizers will keep and take, foreseen on fake tensors, against what they really do."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -110,6 +112,45 @@ def test_what_is_not_in_the_optimizer_has_no_states() -> None:
     optimizer = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()], fused=True)
     states = foreseen(model, optimizer).states
     assert {name for name, size in states.items() if size} == {"0.weight", "0.bias"}
+
+
+class Noisy(Own):
+    """Adds noise of three generators."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p) * torch.rand(()) * random.random() * np.random.rand())
+
+
+def draws() -> list[float]:
+    return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+
+def test_random_numbers_are_as_if_nothing_had_been_foreseen() -> None:
+    """Neither by the optimizer nor by a model in an estimate is any used up."""
+    model = make_model()
+    found = []
+    for looks in (False, True):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        if looks:
+            foreseen(model, Noisy(model.parameters()))
+            legroom.estimate(
+                Drawing(), torch.randn(4, 4, generator=torch.Generator()), machine="l4"
+            )
+        found.append(draws())
+    assert found[0] == found[1]
+
+
+class Drawing(nn.Module):
+    """A layer that draws from all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * torch.rand(4) * random.random() * np.random.rand()
 
 
 def test_a_step_that_fake_tensors_cannot_follow_is_not_foreseen() -> None:

@@ -163,6 +163,18 @@ class RandomState:
         NUMPY.put(self.numpy)
 
 
+@contextlib.contextmanager
+def undrawn(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn in here, all generators are as before after it."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    real = device if there else torch.device("cpu")
+    before = RandomState.take(real)
+    try:
+        yield
+    finally:
+        before.put(real)
+
+
 Autocast = tuple[tuple[str, bool, torch.dtype, bool], ...]
 
 
