@@ -143,9 +143,9 @@ def make_safe_plan(
     names = ("keep_all", "recompute_all", "auto") if policy == "auto" else (policy,)
     limit, make = budget["device"], partial(make_plan, step, machine, lossy=lossy)
     spare = spared_bytes(step, limit)
-    more = [spare + unseen[0]] if spare else []
-    rooms = [int(limit * SAFE) - num_bytes for num_bytes in (*more, *unseen)]
+    rooms = [int(limit * SAFE) - num_bytes for num_bytes in unseen]
     *others, last = itertools.product(rooms, names)
+    others[:0] = [(rooms[0] - spare, name) for name in names[:-1] if spare]  # if that is simple
     for room, name in others:
         with contextlib.suppress(BudgetError):
             return make({**budget, "device": room}, name)

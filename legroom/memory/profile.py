@@ -34,7 +34,7 @@ from legroom.memory.roofline import op_time
 from legroom.memory.saved import has_storage
 from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.trace import Kind, Op, Phase, Step, Storage
-from legroom.memory.update import Update, foresee_update
+from legroom.memory.update import Update, foresee_update, states_there
 from legroom.memory.variants import with_variants
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -257,11 +257,11 @@ def _shift(position: int, end: int) -> int:
 def foreseen_update(
     optimizer: torch.optim.Optimizer | None, model: nn.Module, device: torch.device
 ) -> str | Update:
-    """What an optimizer will keep and take, found out or by the rule for its class."""
+    """What an optimizer will keep and take; two states a weight where nobody can tell."""
     if optimizer is None:
         return "none"
-    found = foresee_update(optimizer, dict(model.named_parameters()), device)
-    return found if found is not None else "adamw-foreach"
+    given = (optimizer, dict(model.named_parameters()), device)
+    return foresee_update(*given) or states_there(*given) or "adamw"
 
 
 def stand_in_loss(model: nn.Module, batch: Any) -> Tensor:

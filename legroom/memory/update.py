@@ -1,13 +1,13 @@
 """What an optimizer will keep and take: its own step is run on fake tensors, one of each form.
 
-So whatever it is, and however it is set, its first steps are planned with the states it will have
-and the scratch it will need, before any of them is there.
+So the first steps are planned with the states that will be there and the scratch that updates will
+need, before any of them is. Only code of torch's own is run: what others do in a step is theirs.
 """
 
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from legroom.memory.mechanisms.recompute import undrawn
+from legroom.memory.mechanisms.standin import run_step, step_code
 
 STEPS = 8
 """Some do other arithmetic after the first few."""
@@ -27,6 +28,10 @@ NOTE = 0.01
 SEVERAL, TOGETHER = 4, 2.5
 """So many parameters take more times the scratch of one only where they are worked at together."""
 PLAIN = (bool, int, float, str, type(None))
+HARMLESS = ("__init__", "step")
+"""What a subclass may have: `step` is torch's own if its code is, whatever is around it."""
+OWN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "name", "param_names")
+"""Of a group, what makes no difference to what its parameters need."""
 
 
 class Update(NamedTuple):
@@ -50,12 +55,15 @@ def foresee_update(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], device: torch.device
 ) -> Update | None:
     """What the optimizer will keep for these parameters; None where fake tensors cannot tell."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return None  # its step may talk to others
+    if not _is_known(optimizer):
+        return None
     names = {param: name for name, param in named.items()}
     try:
         with undrawn(device):
-            trials = [_Trials(optimizer, group, device) for group in optimizer.param_groups]
+            alike: dict[str, list[Any]] = {}
+            for group in optimizer.param_groups:
+                alike.setdefault(_options(group), []).append(group)
+            trials = [_Trials(optimizer, groups, device) for groups in alike.values()]
             needs = [(t, p, t.need(p)) for t in trials for p in t.params]
     except Exception:  # whatever a step does that fake tensors cannot
         return None
@@ -65,11 +73,41 @@ def foresee_update(
     return Update(type(optimizer).__name__.lower(), states, int(single), int(joint))
 
 
-class _Trials:
-    """One for each form of note among a group's parameters; small ones take as the largest does."""
+def states_there(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], device: torch.device
+) -> Update | None:
+    """What an optimizer keeps that has run already; None for one without states."""
+    found = {}
+    for name, param in named.items():
+        leaves = tree_leaves(optimizer.state.get(param, {}))
+        sizes = [x.nbytes for x in leaves if isinstance(x, Tensor) and x.device.type == device.type]
+        found[name] = sum(sizes)
+    return Update(type(optimizer).__name__.lower(), found, 0, 0) if any(found.values()) else None
 
-    def __init__(self, optimizer: Any, group: Any, device: torch.device) -> None:
-        self.params = [p for p in group["params"] if p.requires_grad and p.nbytes]
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all code of its step is torch's: of a subclass, none but what makes it is its own."""
+    if step_code(optimizer) is None:
+        return False
+    for kind in type(optimizer).__mro__:
+        if f"{kind.__module__}.".startswith("torch.optim."):
+            return kind is not torch.optim.Optimizer
+        if any(callable(x) for name, x in vars(kind).items() if name not in HARMLESS):
+            return False
+    return False
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    """All that two groups must have in common for their parameters to need alike."""
+    return repr(sorted((k, repr(v)) for k, v in group.items() if k not in OWN_OPTIONS))
+
+
+class _Trials:
+    """One for each form of note among parameters; small ones take as the largest does."""
+
+    def __init__(self, optimizer: Any, groups: Sequence[Any], device: torch.device) -> None:
+        group, params = groups[0], (p for g in groups for p in g["params"])
+        self.params = [p for p in params if p.requires_grad and p.nbytes]
         self._total = sum(p.nbytes for p in self.params)
         self._run = partial(_try, optimizer, group, device=device)
         self._known: dict[Any, _Need] = {}
@@ -101,12 +139,12 @@ def _try(optimizer: Any, group: Any, like: list[Tensor], device: torch.device) -
     ghost.param_groups = [{**group, "params": params}]
     if group.get("foreach", True) is None and not group.get("fused"):
         ghost.param_groups[0]["foreach"] = device.type == "cuda"  # as torch would choose
-    kind = type(optimizer)
-    step, scratch = getattr(kind.step, "__wrapped__", kind.step), 0
-    with _Ledger() as ledger, torch.no_grad():
+    step, scratch = step_code(optimizer), 0
+    assert step is not None
+    with _Ledger() as ledger:
         for _ in range(STEPS):
             ledger.most = 0
-            step(ghost)
+            run_step(step, ghost)
             scratch = max(scratch, ledger.most - ledger.level())
     kept = {
         x.untyped_storage()._cdata: x.untyped_storage().nbytes()

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -217,6 +218,40 @@ def test_hooks_of_the_user_see_the_optimizer_as_it_is(when: str, hook: Any, late
     assert lrs[0] == lrs[1]
 
 
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_may_look_at_what_the_step_was_called_with(when: str) -> None:
+    """The optimizer is among it, and is as it is to them there, too."""
+    rig, plain = Rig(), Rig(keep=False)
+
+    def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+        groups = args[0].param_groups
+        assert sum(len(group["params"]) for group in groups) == 24
+        for group in groups:
+            group["lr"] *= 0.5
+
+    for one in (rig, plain):
+        getattr(one.optimizer, f"register_step_{when}_hook")(halve)
+        one.train(0, 4)
+    assert rig.keeper.away_bytes > 0 and rig.same_as(plain)
+    assert rig.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_a_step_that_others_put_theirs_around(wraps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tracers do, on the class: it can be parked if its name is kept, and else is left alone."""
+    plain_step = torch.optim.AdamW.step
+
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain_step(self, *args, **kwargs)
+
+    around = functools.wraps(plain_step)(traced) if wraps else traced
+    monkeypatch.setattr(torch.optim.AdamW, "step", around)
+    rig, plain = Rig(), Rig(keep=False)
+    for one in (rig, plain):
+        one.train(0, 3)
+    assert rig.same_as(plain) and bool(rig.keeper.away_bytes) is wraps
+
+
 def test_a_hook_that_clears_gradients_or_breaks_finds_its_parameters() -> None:
     """And a checkpoint can be written after it broke."""
     rig = Rig(keep=False)
@@ -255,17 +290,17 @@ def test_an_update_that_breaks_loses_nothing(monkeypatch: pytest.MonkeyPatch) ->
     params = list(rig.model.parameters())
     before = [p.detach().clone() for p in params]
     rig.model(batch(2)).square().mean().backward()
-    inner, count = torch.optim.AdamW.step.__wrapped__, 0
+    inner, count = rig.optimizer._init_group, 0  # type: ignore[attr-defined]
 
-    def breaks(self: Any, closure: Any = None) -> Any:
+    def breaks(*args: Any) -> Any:
         nonlocal count
         count += 1
         if count == 3:
             raise ValueError("broken")
-        return inner(self, closure)
+        return inner(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW.step, "__wrapped__", breaks)
+        patch.setattr(rig.optimizer, "_init_group", breaks)
         with pytest.raises(ValueError, match="broken"):
             rig.optimizer.step()
     assert sum(len(g["params"]) for g in rig.optimizer.param_groups) == len(params)

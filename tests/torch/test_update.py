@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers.optimization import Adafactor
 
 import legroom
+from legroom.memory import update
 from legroom.memory.parking import make_park, param_states, without_states
 from legroom.memory.profile import capture_fake, stand_in_loss
 from legroom.memory.timers import memory_reports, reports_peak
 from legroom.memory.trace import Kind
-from legroom.memory.update import STEPS, Update, foresee_update
+from legroom.memory.update import STEPS, Update, foresee_update, states_there
 from tests.torch.support import MACHINE
 
 CPU = torch.device("cpu")
@@ -37,14 +38,27 @@ class Own(torch.optim.Optimizer):
                 p.sub_(group["lr"] * p.grad)
 
 
-class Curious(Own):
-    """Looks at its numbers."""
+class Named(torch.optim.SGD):
+    """A subclass that is no more than a setting."""
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            if p.grad.norm().item() > 0:
-                p.sub_(p.grad)
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+
+class Stepping(Named):
+    """One that does more in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+class Picky(Named):
+    """One that has a part of the step its own way."""
+
+    def _init_group(self, *args: Any) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return super()._init_group(*args)  # type: ignore[misc]
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -62,9 +76,14 @@ MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     "sgd in groups": lambda m: torch.optim.SGD(groups(m), lr=0.1, momentum=0.9),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+    "a subclass": lambda m: Named(m.parameters()),
+}
+OTHERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adafactor of transformers": lambda m: Adafactor(m.parameters()),
     "of a user": lambda m: Own(m.parameters()),
-    "curious": lambda m: Curious(m.parameters()),
+    "a subclass with a step": lambda m: Stepping(m.parameters()),
+    "a subclass with parts": lambda m: Picky(m.parameters()),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters()),
 }
 
 
@@ -114,15 +133,6 @@ def test_what_is_not_in_the_optimizer_has_no_states() -> None:
     assert {name for name, size in states.items() if size} == {"0.weight", "0.bias"}
 
 
-class Noisy(Own):
-    """Adds noise of three generators."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.add_(torch.randn_like(p) * torch.rand(()) * random.random() * np.random.rand())
-
-
 def draws() -> list[float]:
     return [torch.rand(()).item(), random.random(), np.random.rand()]
 
@@ -134,7 +144,7 @@ def test_random_numbers_are_as_if_nothing_had_been_foreseen() -> None:
     for looks in (False, True):
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
         if looks:
-            foreseen(model, Noisy(model.parameters()))
+            foreseen(model, torch.optim.RAdam(model.parameters()))
             legroom.estimate(
                 Drawing(), torch.randn(4, 4, generator=torch.Generator()), machine="l4"
             )
@@ -153,10 +163,44 @@ class Drawing(nn.Module):
         return x @ self.weight * torch.rand(4) * random.random() * np.random.rand()
 
 
-def test_a_step_that_fake_tensors_cannot_follow_is_not_foreseen() -> None:
+@pytest.mark.parametrize("maker", OTHERS)
+def test_code_of_others_is_not_run(maker: str) -> None:
+    """Their steps may do anything: count, write, draw, step another optimizer."""
     model = make_model()
-    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer = OTHERS[maker](model)
     assert foresee_update(optimizer, dict(model.named_parameters()), CPU) is None
+    assert getattr(optimizer, "count", 0) == 0
+
+
+def test_states_of_others_are_known_once_they_are_there() -> None:
+    """After a checkpoint was loaded, or where the optimizer ran before."""
+    model = make_model()
+    optimizer = Stepping(model.parameters())
+    named = dict(model.named_parameters())
+    assert states_there(optimizer, named, CPU) is None
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    update = states_there(optimizer, named, CPU)
+    assert update is not None
+    assert update.states == {name: p.nbytes for name, p in named.items()}
+
+
+def test_groups_that_differ_in_rates_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group for each parameter is common, and there may be hundreds."""
+    tried, plain = [], update._try
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(update, "_try", count)
+    model = make_model()
+    rows = [{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(model.parameters())]
+    apart = foreseen(model, torch.optim.AdamW(rows))
+    forms = len({p.shape for p in model.parameters() if p.dim() > 1})
+    assert len(tried) <= forms + 1
+    assert apart == foreseen(model, torch.optim.AdamW(model.parameters()))
 
 
 def test_parked_updates_take_scratch_for_a_wave_only() -> None:
@@ -177,7 +221,7 @@ def test_parked_updates_take_scratch_for_a_wave_only() -> None:
     assert scratch == [loop.single_bytes] and step.storages[-1].kind is Kind.STATE
 
 
-@pytest.mark.parametrize("maker", ["of a user", "adafactor of transformers"])
+@pytest.mark.parametrize("maker", ["sgd", "adafactor"])
 def test_jobs_are_not_refused_for_states_that_will_not_be_there(maker: str) -> None:
     """Three times the weights are enough for weights, gradients and little else."""
     model = make_model()

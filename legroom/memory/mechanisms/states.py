@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from legroom.core.units import format_bytes
 from legroom.memory.actions import Park
 from legroom.memory.mechanisms.pool import Slab, round_up
-from legroom.memory.mechanisms.standin import StandIn
+from legroom.memory.mechanisms.standin import StandIn, run_step, step_code
 from legroom.memory.mechanisms.tape import paused
 from legroom.memory.parking import LEAST_BYTES, pack
 from legroom.memory.recorder import Recorder
@@ -54,7 +54,8 @@ class Batch:
 def can_park(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether an optimizer is known to treat each parameter on its own."""
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and kind.__name__ not in APART
+    ours = kind.__module__.startswith("torch.optim") and kind.__name__ not in APART
+    return ours and step_code(optimizer) is not None
 
 
 class StateKeeper:
@@ -68,6 +69,7 @@ class StateKeeper:
     ) -> None:
         self.optimizer, self.device = optimizer, device
         self._model, self._names = named, {p: name for name, p in named.items()}
+        self._step = step_code(optimizer)
         self.able = can_park(optimizer)
         self._quiet: Quiet = nullcontext
         self._seen: Seen = lambda state, name: None
@@ -87,7 +89,8 @@ class StateKeeper:
     def keep(self, park: Park | None) -> None:
         """From now on, so many bytes of states are on the host between updates, or a few more."""
         if park is not None and not self._hooks:
-            warnings.warn(TAKEN_OVER, stacklevel=2)
+            if self.able:
+                warnings.warn(TAKEN_OVER, stacklevel=2)
             park = None
         self._park, self.moved_bytes = park, 0
         chosen = self._chosen()
@@ -183,8 +186,10 @@ class StateKeeper:
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The step that follows is given a stand-in."""
         rest = {k: v for k, v in kwargs.items() if k != "closure"}
-        inner = partial(type(optimizer).step.__wrapped__, optimizer, **rest)
-        return (StandIn(optimizer, partial(self._updated, inner)), *args[1:]), kwargs
+        assert self._step is not None
+        inner = partial(run_step, self._step, optimizer, **rest)
+        updated = partial(self._updated, inner)
+        return (StandIn(optimizer, self._step, updated), *args[1:]), kwargs
 
     def _updated(self, inner: Callable[[], Any]) -> bool:
         """Do all of an update if states are parked; whether they are."""
