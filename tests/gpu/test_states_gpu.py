@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import legroom
 from legroom.memory.actions import Park
 from legroom.memory.mechanisms.states import StateKeeper
+from tests.torch.test_states import Block
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,20 +19,9 @@ pytestmark = [
 MIB, GIB = 1 << 20, 1 << 30
 
 
-class Block(nn.Module):
-    """Two products; 32 MiB of weights."""
-
-    def __init__(self, dim: int = 1024) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(8)]).cuda()
+    return nn.Sequential(*[Block(1024) for _ in range(8)]).cuda()  # 32 MiB of weights each
 
 
 def batch(i: int) -> Tensor:
