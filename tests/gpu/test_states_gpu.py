@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import legroom
 from legroom.memory.actions import Park
+from legroom.memory.mechanisms.pool import PIECE_BYTES
 from legroom.memory.mechanisms.states import StateKeeper
 from tests.torch.test_states import Block
 
@@ -78,3 +79,23 @@ def test_a_host_far_ahead_of_the_device_changes_nothing() -> None:
         found.append([x.cpu() for state in states for x in state.values()])
         keeper.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_states_of_any_size_come_and_go_in_one_copy() -> None:
+    """One that is larger than what is registered at a time, and what anyone does with it."""
+    torch.manual_seed(0)
+    model = nn.Linear(1024, PIECE_BYTES // 4096 + 1000, bias=False).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    keeper = StateKeeper(optimizer, dict(model.named_parameters()), torch.device("cuda", 0))
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    before = optimizer.state[model.weight]["exp_avg"].clone()
+    keeper.keep(Park(params=("weight",), num_bytes=1, wave_bytes=1, window_bytes=1))
+    away = optimizer.state[model.weight]["exp_avg"]
+    assert away.device.type == "cpu" and torch.equal(away.cuda(), before)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"].cuda(), before)
+    keeper.keep(None)
+    back = optimizer.state[model.weight]["exp_avg"]
+    assert back.device.type == "cuda" and torch.equal(back, before)
+    keeper.close()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import legroom
 from legroom.memory.actions import Park
+from legroom.memory.mechanisms import pool, states
 from legroom.memory.mechanisms.states import StateKeeper, can_park
 from legroom.memory.parking import param_states
 from legroom.memory.simulate import Simulator
@@ -460,6 +461,17 @@ def test_states_that_are_to_stay_come_back_at_once() -> None:
     for one in (rig, plain):
         one.train(2, 4)
     assert rig.same_as(plain)
+
+
+def test_a_state_on_the_host_can_be_copied_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses a copy from two registered pieces, and anyone may make one."""
+    monkeypatch.setattr(pool, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(states, "PIECE_BYTES", 1 << 16)
+    rig = Rig()
+    rig.train(0, 2)
+    slabs = {slot[0] for slots in rig.keeper._slots.values() for slot in slots.values()}
+    assert len(slabs) > 1 and max(slab.num_bytes for slab in slabs) >= 1 << 16
+    assert all(len(slab.cuts(0, slab.num_bytes)) == 1 for slab in slabs)
 
 
 @pytest.mark.parametrize("closes", [True, False])

@@ -37,14 +37,23 @@ class Slab:
 
     May be made in a background thread: `progress(done_bytes, num_bytes)` is called after each
     piece, and what it raises stops the work and gives everything back. Raises TierError when
-    the host is short of memory or the driver refuses.
+    the host is short of memory or the driver refuses. A `whole` one is registered at once: tensors
+    in it can be copied by anyone, in one go.
     """
 
-    def __init__(self, num_bytes: int, *, pin: bool, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        *,
+        pin: bool,
+        progress: Progress | None = None,
+        whole: bool = False,
+    ) -> None:
         if num_bytes <= 0:
             raise InputError(f"a slab needs at least one byte, not {num_bytes}")
         self.num_bytes = round_up(num_bytes)
         self.pinned = pin
+        self.piece_bytes = self.num_bytes if whole else PIECE_BYTES
         _check_available(self.num_bytes)
         self._bytes: torch.Tensor | None = torch.frombuffer(
             _map(self.num_bytes, pin), dtype=torch.uint8
@@ -53,12 +62,28 @@ class Slab:
         self._unregister = weakref.finalize(self, _unregister, registered, os.getpid())
         try:
             if pin:
-                _register(self._bytes.data_ptr(), self.num_bytes, registered, progress)
+                self._register(registered, progress)
             elif progress is not None:
                 progress(self.num_bytes, self.num_bytes)
         except BaseException:
             self.close()
             raise
+
+    def _register(self, registered: list[int], progress: Progress | None) -> None:
+        """Pin piece by piece, adding the address of each to `registered` once it is pinned."""
+        cudart, address = torch.cuda.cudart(), self.view(0, 1).data_ptr()  # type: ignore[no-untyped-call]
+        for start in range(0, self.num_bytes, self.piece_bytes):
+            size = min(self.piece_bytes, self.num_bytes - start)
+            code = int(cudart.cudaHostRegister(address + start, size, 0))
+            if code != 0:
+                _forget_error()
+                raise TierError(
+                    f"CUDA cannot pin host memory: error {code} after {format_bytes(start)} of "
+                    f"{format_bytes(self.num_bytes)}; give the pinned tier a smaller budget"
+                )
+            registered.append(address + start)
+            if progress is not None:
+                progress(start + size, self.num_bytes)
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the slab as a tensor: no copy, valid as long as it is held."""
@@ -70,7 +95,7 @@ class Slab:
         """A range cut where registration was: the driver refuses one copy across two pieces."""
         cuts, end = [], offset + num_bytes
         while offset < end:
-            stop = min(end, (offset // PIECE_BYTES + 1) * PIECE_BYTES)
+            stop = min(end, (offset // self.piece_bytes + 1) * self.piece_bytes)
             cuts.append((offset, stop - offset))
             offset = stop
         return cuts
@@ -104,25 +129,6 @@ def _map(num_bytes: int, pin: bool) -> mmap.mmap:
             # A fork (the workers of a data loader) would copy every page that is registered.
             memory.madvise(mmap.MADV_DONTFORK)
     return memory
-
-
-def _register(
-    address: int, num_bytes: int, registered: list[int], progress: Progress | None
-) -> None:
-    """Pin piece by piece, adding the address of each to `registered` once it is pinned."""
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for start in range(0, num_bytes, PIECE_BYTES):
-        size = min(PIECE_BYTES, num_bytes - start)
-        code = int(cudart.cudaHostRegister(address + start, size, 0))
-        if code != 0:
-            _forget_error()
-            raise TierError(
-                f"CUDA cannot pin host memory: error {code} after {format_bytes(start)} of "
-                f"{format_bytes(num_bytes)}; give the pinned tier a smaller budget"
-            )
-        registered.append(address + start)
-        if progress is not None:
-            progress(start + size, num_bytes)
 
 
 def _unregister(registered: list[int], owner: int) -> None:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from legroom.core.units import format_bytes
 from legroom.memory.actions import Park
-from legroom.memory.mechanisms.pool import Slab, round_up
+from legroom.memory.mechanisms.pool import PIECE_BYTES, Slab, round_up
 from legroom.memory.mechanisms.standin import StandIn, run_step, step_code
 from legroom.memory.mechanisms.tape import paused
 from legroom.memory.parking import LEAST_BYTES, pack
@@ -78,7 +78,7 @@ class StateKeeper:
         self.kept_bytes = 0
         """On the host at that time."""
         self._park: Park | None = None
-        self._slots: dict[Tensor, dict[str, tuple[Slab, int, Tensor]]] = {}
+        self._slots: dict[Tensor, dict[str, tuple[Slab, Tensor]]] = {}
         self._lanes = _Lanes(device)
         self._hooks: list[Any] = []
         if optimizer is not None and self.able:
@@ -164,7 +164,7 @@ class StateKeeper:
         """The states of a parameter that are in their places on the host."""
         assert self.optimizer is not None
         state, slots = self.optimizer.state.get(param, {}), self._slots.get(param, {})
-        return {name: slot[2] for name, slot in slots.items() if state.get(name) is slot[2]}
+        return {name: slot[1] for name, slot in slots.items() if state.get(name) is slot[1]}
 
     def _on_device(self, param: Tensor) -> States:
         """States of a parameter that can be parked and are not."""
@@ -255,8 +255,7 @@ class StateKeeper:
             ]
             self._lanes.turn(out=False)
             for param, name, x in rows:
-                slab, offset, _ = self._slots[param][name]
-                self._lanes.copy(slab, offset, _flat(x), out=False)
+                self._lanes.copy(self._slots[param][name][1], x, out=False)
         self.moved_bytes += sum(x.nbytes for _, _, x in rows)
         return Batch(rows, self._lanes.mark(out=False))
 
@@ -276,8 +275,8 @@ class StateKeeper:
             self._make_slots(rows)
             self._lanes.turn(out=True)
             for param, name, x in rows:
-                slab, offset, host = self._slots[param][name]
-                self._lanes.copy(slab, offset, _flat(x), out=True)
+                host = self._slots[param][name][1]
+                self._lanes.copy(host, x, out=True)
                 self.optimizer.state[param][name] = host
         return Batch(rows, self._lanes.mark(out=True))
 
@@ -288,20 +287,20 @@ class StateKeeper:
             batch.rows.clear()
 
     def _make_slots(self, rows: States) -> None:
-        """A place on the host for each, of the same form."""
+        """A place on the host for each, of the same form, that anyone can copy from in one go."""
         new = []
         for param, name, x in rows:
             slot = self._slots.setdefault(param, {}).get(name)
-            if slot is None or not _alike(slot[2], x):
+            if slot is None or not _alike(slot[1], x):
                 new.append((param, name, x))
-        if not new:
-            return
-        slab = Slab(sum(round_up(x.nbytes) for _, _, x in new), pin=self.device.type == "cuda")
-        offset = 0
-        for param, name, x in new:
-            flat = slab.view(offset, x.nbytes).view(x.dtype)
-            self._slots[param][name] = slab, offset, flat.as_strided(x.size(), x.stride())
-            offset += round_up(x.nbytes)
+        left = iter(new)
+        for sizes in pack([round_up(x.nbytes) for _, _, x in new], PIECE_BYTES):
+            slab, offset = Slab(sum(sizes), pin=self.device.type == "cuda", whole=True), 0
+            for size in sizes:
+                param, name, x = next(left)
+                flat = slab.view(offset, x.nbytes).view(x.dtype)
+                self._slots[param][name] = slab, flat.as_strided(x.size(), x.stride())
+                offset += size
 
     def _bring_back(self, params: Sequence[Tensor]) -> None:
         """Have states on the device again at once."""
@@ -374,14 +373,12 @@ class _Lanes:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def copy(self, slab: Slab, offset: int, flat: Tensor, *, out: bool) -> None:
-        """A tensor's bytes to their place on the host, or back."""
+    def copy(self, host: Tensor, state: Tensor, *, out: bool) -> None:
+        """A state's bytes to their place on the host, or back."""
         stream = self._stream(out)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            for start, size in slab.cuts(offset, flat.nbytes):
-                here, there = flat.narrow(0, start - offset, size), slab.view(start, size)
-                target, source = (there, here) if out else (here, there)
-                target.copy_(source, non_blocking=stream is not None)
+            target, source = (host, state) if out else (state, host)
+            _flat(target).copy_(_flat(source), non_blocking=stream is not None)
 
     def mark(self, *, out: bool) -> Any:
         """Tells when all that was copied so far has arrived."""
