@@ -238,7 +238,9 @@ def start(case: Case, args: argparse.Namespace, steps: int, warm: int) -> Child:
     options += ["--batch", str(case.batch), "--steps", str(steps), "--warm", str(warm)]
     options += ["--tiny"] if args.tiny else []
     options += ["--keep", args.keep] if args.keep else []
-    env = {"TORCHINDUCTOR_CACHE_DIR": f"{args.scratch}/{case.name}"} if args.cold else {}
+    env = {}
+    if args.cold or args.ahead:
+        env["TORCHINDUCTOR_CACHE_DIR"] = f"{args.scratch}/{case.name if args.cold else case.model}"
     if case.tool not in OURS:  # what wastes least; legroom sets it by itself
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return Child(__file__, options, env)
@@ -282,12 +284,17 @@ def fill(args: argparse.Namespace, results: Results) -> None:
 
 
 def compile_ahead(model: str, args: argparse.Namespace, results: Results) -> set[Case]:
-    """Have the compiler make what peers will find in its cache, several at a time."""
+    """Have the compiler make what peers will find in its cache, several at a time.
+
+    Which kernel is the fastest they find out each for itself, when the device is theirs alone.
+    """
     tools = [t for t in tools_of(args.tools) if t.startswith(COMPILED) and t not in OURS]
     found = (case for tool in tools for case in cases_of(model, tool, args, results.rows))
     cases = [c for c in found if args.fresh or not done(results.rows.get(c.name))]
     with ThreadPoolExecutor(args.ahead) as pool:
         list(pool.map(lambda case: start(case, args, steps=1, warm=1).row(args.timeout), cases))
+    for choice in Path(args.scratch).rglob("*.best_config"):
+        choice.unlink()
     return set(cases)
 
 
