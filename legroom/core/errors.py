@@ -62,3 +62,16 @@ class StepError(LegroomError, RuntimeError):
 
 class TierError(LegroomError, RuntimeError):
     """A tier cannot take its bytes: full, missing or not writable."""
+
+
+def in_short(error: BaseException) -> str:
+    """The kind of an error, and how its message begins."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:200]
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of what an error that is dealt with holds: whoever keeps it would keep all callers."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from legroom.core.errors import forget_frames, in_short
 from legroom.machine.spec import Machine
 from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
 from legroom.memory.mechanisms.compiled import Partitioner
@@ -64,7 +65,8 @@ def forecast(
         try:
             return worth_having(list(_forecasts(sample, shares, machine)))
         except Exception as error:  # whatever tracing a model may raise
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            why = in_short(error)
+            forget_frames(error)
     warnings.warn(f"legroom: no forecast of {sample.name} compiled: {why}", stacklevel=2)
     return []
 

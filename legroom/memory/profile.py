@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves, tree_map
 
-from legroom.core.errors import LegroomError, StepError
+from legroom.core.errors import LegroomError, StepError, forget_frames, in_short
 from legroom.machine.spec import Machine
 from legroom.memory.assemble import assemble_step, op_forms, same_calls, set_releases
 from legroom.memory.blocks import find_blocks
@@ -131,11 +131,11 @@ def capture_unseen(*args: Any, **kwargs: Any) -> Capture | None:
         raise
     except Exception as error:  # whatever the model does that fake tensors cannot
         warnings.warn(
-            f"legroom: cannot plan this step before running it ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); it runs under the online "
-            "rule and is planned once recorded",
+            f"legroom: cannot plan this step before running it ({in_short(error)}); it runs under "
+            "the online rule and is planned once recorded",
             stacklevel=3,
         )
+        forget_frames(error)
         return None
 
 

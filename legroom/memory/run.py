@@ -59,7 +59,7 @@ class Runner:
         self.replayer = Replayer(device, self._open, self._done_with, self._note_replayed)
         self._hooks = InnerHooks()
         self._step = 0
-        self._watch: contextlib.ExitStack | None = None
+        self._watch = contextlib.ExitStack()
         self._reset()
 
     def _reset(self) -> None:
@@ -118,17 +118,12 @@ class Runner:
             with self._saving() if self._outside.rows is not None else _NOTHING:
                 yield
         finally:
-            self._unwatch()
+            self._watch.close()
             self.recorder = None
             self._region = self._outside
 
     def _saving(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._pack, self._unpack)
-
-    def _unwatch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
 
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:
         """Keep the runtime's own work out of recordings and tapes."""
@@ -153,7 +148,7 @@ class Runner:
         self._calls[path] = call + 1
         block = self.script.block_at.get((path, call), UNKNOWN)
         region = Region(self.script, block, self.recorder is not None)
-        how, self._watch = self.script.replays.get(block), contextlib.ExitStack()
+        how = self.script.replays.get(block)
         if how is not None:
             with self._quiet():
                 region.frame = open_frame(how, module, (args, kwargs), self.device)
@@ -169,7 +164,7 @@ class Runner:
         if self._depth:
             self._depth -= 1
             return
-        self._unwatch()
+        self._watch.close()
         region, self._region = self._region, self._outside
         frame = region.frame
         if frame is not None:
@@ -202,6 +197,9 @@ class Runner:
 
     def _pack(self, tensor: Tensor) -> object:
         """What autograd is to hold; the tensor with its version where there is nothing to do."""
+        if not tensor.is_leaf:  # with its history, a node's own result would hold the node for ever
+            with self._quiet():
+                tensor = tensor.detach()
         packed = self._region.skim(tensor)
         if packed is None:
             packed = self._pack_ours(tensor)
@@ -244,8 +242,8 @@ class Runner:
             if entry is None
             else Handle(entry, ViewOf.of(tensor), tensor._version, note, row.unpacked, self._step)
         )
-        if wanted and not other:  # detached, else the frame would hold the graph that holds it
-            self._offer(storage, packed if entry is not None else Kept(tensor.detach()))
+        if wanted and not other:
+            self._offer(storage, packed if entry is not None else Kept(tensor))
         return packed
 
     def _pack_online(self, tensor: Tensor, note: int) -> Handle:
@@ -256,7 +254,7 @@ class Runner:
             entry = Entry(-1, tensor.untyped_storage().nbytes(), tensor._version)
             entry.note = self.recorder.saved[note].storage if self.recorder is not None else -1
             with self._quiet():
-                entry.flat, entry.source = flat_bytes(tensor), tensor.detach()
+                entry.flat, entry.source = flat_bytes(tensor), tensor
                 self._table.put(tensor.untyped_storage(), weakref.ref(entry))
                 self.evictor.add(entry, self.mover)
         return Handle(entry, ViewOf.of(tensor), tensor._version, note=note)
@@ -288,7 +286,7 @@ class Runner:
         """Have a storage just saved moved or compressed, as the script says."""
         move = script.moves.get(row.storage)
         if move is not None:
-            entry.flat, entry.source = flat_bytes(tensor), tensor.detach()
+            entry.flat, entry.source = flat_bytes(tensor), tensor
             entry.place = Place(move.tier, script.offsets[row.storage], row.num_bytes)
             if move.out_start <= row.packed:
                 self.mover.copy_out(entry)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from legroom.core.errors import forget_frames, in_short
 from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
 from legroom.memory.mechanisms.attributes import attributes_kept
 from legroom.memory.mechanisms.compiled import Compiler, can_compile
@@ -108,7 +109,8 @@ class _Tries:
                     with contextlib.suppress(torch.OutOfMemoryError):
                         self.found.append((way[0], self._build(way)))
         except Exception as error:  # whatever a compiler may raise
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            why = in_short(error)
+            forget_frames(error)
         finally:
             keep.restore()
         if why:
@@ -265,12 +267,12 @@ class _Saved:
         self.tensors: list[Tensor] = []
 
     def hooks(self) -> saved_tensors_hooks:
-        """Note each; autograd keeps it."""
+        """Note each; autograd keeps it, without a history that may lead to who saved it."""
 
         def pack(tensor: Tensor) -> Tensor:
             if is_ours(tensor, self.device, self.weights):
                 self.tensors.append(tensor)
-            return tensor
+            return tensor if tensor.is_leaf else tensor.detach()
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 

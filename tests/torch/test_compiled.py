@@ -4,7 +4,9 @@ Blocks are cut into forward and backward by torch's partitioner and not compiled
 tested here does not depend on the kernels, and those take long to make.
 """
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -316,10 +318,12 @@ def test_the_model_is_itself_outside_of_steps() -> None:
 
 
 def test_a_block_that_does_not_compile_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named in a warning, and the job goes on."""
+    """It is named in a warning, the job goes on, and who keeps the error keeps nothing else."""
+    errors = []
 
     def fails(self: Compiler, module: nn.Module, share: float) -> None:
-        raise RuntimeError("no such kernel")
+        errors.append(RuntimeError("no such kernel"))
+        raise errors[-1]
 
     monkeypatch.setattr(Compiler, "build", fails)
     model = nn.Sequential(nn.Linear(64, 64), *[Mlp() for _ in range(3)])
@@ -330,6 +334,10 @@ def test_a_block_that_does_not_compile_stays_eager(monkeypatch: pytest.MonkeyPat
             steps(job, 4, start, rows())
             assert not job.current.outfit.shares  # type: ignore[union-attr]
     assert any("1 is not compiled: RuntimeError: no such kernel" in str(w.message) for w in caught)
+    mark = weakref.ref(model)
+    del model, start, job
+    gc.collect()
+    assert errors and mark() is None
 
 
 def test_only_blocks_are_compiled() -> None:

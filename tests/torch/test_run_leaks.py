@@ -1,17 +1,20 @@
 """Nothing is left over: of a step, of a graph without backward, of an error, of a closed job."""
 
+import contextlib
 import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from legroom.memory.mechanisms.entry import Entry, Handle
-from tests.torch.nets import Each, Mlp, rows, stack
-from tests.torch.support import LIVE, PLANS, Rig, Start, assert_same, fitted, weigh
+from legroom.memory.recorder import Recorder
+from legroom.memory.timers import CpuTimer
+from tests.torch.nets import WIDTH, Each, Mlp, rows, stack
+from tests.torch.support import CPU, LIVE, PLANS, Rig, Start, assert_same, fitted, weigh
 
 EVERY = pytest.mark.parametrize("plan", PLANS)
 EACH_LIVE = pytest.mark.parametrize("policy", LIVE)
@@ -37,6 +40,42 @@ def test_a_graph_freed_without_backward_frees_its_slots(plan: str) -> None:
             del loss
         assert not any(mark() is not None for mark in marks)
         assert sum(type(o) in (Entry, Handle) for o in gc.get_objects()) == before
+    finally:
+        gc.enable()
+        rig.close()
+
+
+class Saves(nn.Module):
+    """Ops that save what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu((x * self.scale).tanh().exp())
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "recorded"])
+def test_a_result_that_its_own_op_saved_goes_with_the_graph(plan: str) -> None:
+    """Autograd gives a hook the result itself: held as it is, it would hold its own graph."""
+    rig = Rig(stack(Saves), rows())
+    rig.install(PLANS[plan](rig.step) if plan in PLANS else [])
+    recorder = Recorder(rig.model, CPU, CpuTimer()) if plan == "recorded" else None
+    inputs: list[weakref.ref[torch.UntypedStorage]] = []
+    for block in list(rig.model)[1:]:  # type: ignore[call-overload]
+        block.register_forward_pre_hook(
+            lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
+        )
+    gc.collect()
+    gc.disable()
+    try:
+        with rig.runner.following(recorder), recorder or contextlib.nullcontext():
+            loss = rig.loss()
+            del loss
+        if rig.tiers.lanes is not None:
+            rig.tiers.lanes.drain()
+        assert inputs and not any(mark() is not None for mark in inputs)
     finally:
         gc.enable()
         rig.close()
