@@ -23,7 +23,7 @@ from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
 from legroom.memory.mechanisms.compiled import Compiler, allow_shapes, can_compile
 from legroom.memory.mix import mixes
-from legroom.memory.planner import make_plan
+from legroom.memory.planner import LARGE, make_plan
 from legroom.memory.profile import Capture
 from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
@@ -171,6 +171,10 @@ class Workshop:
             meter.slack = slack  # then as much as there was
             if not made.missing_bytes and made.step_s < TIMID * best.step_s:
                 return kind.wear(made)  # eager, where all is known
+        if best.outfit.shares and kind.unseen_bytes >= LARGE * budget["device"]:
+            step_s, missing = _rank(plain.capture.step, machine, meter.usable(budget), policy)
+            if not missing:  # slower, but a large tensor that finds no gap would end the job
+                kind.wear(plain._replace(seconds=best.seconds, step_s=step_s))
 
     def remake(self, kind: Kind, machine: Machine, budget: Mapping[str, int], policy: str) -> None:
         """Choose builds anew by what was learned since."""

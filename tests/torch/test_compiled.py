@@ -273,6 +273,27 @@ def test_a_job_that_has_no_such_room_to_leave_still_runs(monkeypatch: pytest.Mon
             assert bool(kind.outfit.shares) or not job.meter.slack
 
 
+@pytest.mark.parametrize("large", [0.0, 1.0])
+def test_builds_without_room_for_a_large_tensor_give_way_to_eager_blocks(
+    large: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much faster: a step that finds no gap for it ends the job. Small ones find one."""
+    monkeypatch.setattr(CpuMeter, "overhead", lambda self, budget: int(budget * self.slack))
+    monkeypatch.setattr(workshop, "LARGE", large)
+
+    def rank(step: Step, machine: object, budget: dict[str, int], policy: str) -> workshop.Rank:
+        room = budget["device"] >= limit
+        built = any(block.build for block in step.blocks)
+        return (1e-6 if built else 1.0, 0) if room else (float("inf"), 1)
+
+    monkeypatch.setattr(workshop, "_rank", rank)
+    model = nn.Sequential(nn.Linear(64, 64), *[Mlp() for _ in range(4)])
+    x, start, limit = torch.randn(64, 64), Start(model), 1 << 24
+    with fitted(model, "auto", compile="blocks", budget={"device": limit, "host": GIB}) as job:
+        steps(job, 4, start, x)
+        assert bool(job.current.outfit.shares) == (large == 1.0)  # type: ignore[union-attr]
+
+
 @pytest.mark.usefixtures("compiled_only")
 def test_moves_do_not_change_what_compiled_blocks_compute() -> None:
     """Bit for bit the same with everything moved as with everything kept."""
