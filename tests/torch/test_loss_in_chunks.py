@@ -146,14 +146,15 @@ def test_a_step_that_reads_logits_has_no_such_block() -> None:
     assert with_head(marked, "model.norm") is None
 
 
-def test_a_tight_budget_takes_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same times, the plan takes as many as the budget needs."""
+def test_a_tight_budget_takes_smaller_chunks() -> None:
+    """With about the same times, the plan takes as many as the budget needs."""
     loop = Loop()
     loop.steps(6)
     peak = loop.job.comparison().predicted.device_bytes
+    least = loop.job.frontier(2)[0].budget_bytes
     few = loop.chunks
     loop.job.close()
-    tight = Loop(budget=int(peak * 0.97))
+    tight = Loop(budget=max(int(peak * 0.97), int(least * 1.03)))
     tight.steps(6)
     assert tight.chunks >= few
     tight.job.close()
