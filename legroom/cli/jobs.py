@@ -1,9 +1,11 @@
 """Make the job a command names: model, batches, loss, optimizer, and the machine to plan for."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from legroom.core.errors import InputError, LegroomError, UnknownName
 from legroom.machine.spec import Machine, find_machine
@@ -129,11 +131,23 @@ def plans_of(
     job: "Job", machine: Machine, optimizer: str, compile_what: str | None
 ) -> tuple["Step", PlanFor]:
     """The job's step as it is, and what plans it for a budget, compiled if that is asked for."""
-    from legroom.ahead import Preview, check_compile
+    from legroom.ahead import check_compile, fake_capture, forecaster
+    from legroom.memory.planner import make_plan
 
     check_compile(compile_what)
-    preview = Preview(job.model, job.make_batch(seed=0), machine, optimizer, job.loss_fn)
-    return preview.plain.step, partial(preview.plan, compiled=compile_what is not None)
+    capture = fake_capture(job.model, job.make_batch(seed=0), machine, optimizer, job.loss_fn)
+    if compile_what is None:
+        step = capture().step
+        return step, partial(make_plan, step, machine)
+    found = forecaster(job.model, capture, machine)
+
+    def plan(budget: Mapping[str, int], policy: str, quick: bool = False) -> "Plan":
+        made = found.made(budget, policy)
+        plan = make_plan(made.capture.step, machine, budget, policy, quick=quick)
+        how = f"{made.outfit}; " if made.outfit.changes else ""
+        return msgspec.structs.replace(plan, why=how + plan.why)
+
+    return found.plain.step, plan
 
 
 def check_policy(name: str) -> None:

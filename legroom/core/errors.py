@@ -10,8 +10,10 @@ LegroomError
   TierError           a tier cannot take its bytes: full, missing or not writable
 """
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from types import FrameType
 
 
 class LegroomError(Exception):
@@ -70,8 +72,24 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:200]
 
 
-def forget_frames(error: BaseException | None) -> None:
-    """Let go of what an error that is dealt with holds: whoever keeps it would keep all callers."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+def forget_frames(error: BaseException) -> None:
+    """Let go of what an error that is dealt with holds: whoever keeps it would keep all callers.
+
+    What led to it forgets as well, but for an error that a caller is dealing with.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    running = set()
+    while frame is not None:
+        running.add(frame)
+        frame = frame.f_back
+    error.__traceback__ = None
+    left, seen = [error.__cause__, error.__context__], {id(error)}
+    while left:
+        cause = left.pop()
+        if cause is None or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        trace = cause.__traceback__
+        if trace is None or trace.tb_frame not in running:
+            cause.__traceback__ = None
+            left += [cause.__cause__, cause.__context__]

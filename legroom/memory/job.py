@@ -13,6 +13,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -25,16 +26,17 @@ from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
-from legroom.memory.first import first_plan
 from legroom.memory.kinds import Kind, Measurement, Outfit
-from legroom.memory.mechanisms.slim import Slimmer
 from legroom.memory.mechanisms.states import StateKeeper
 from legroom.memory.online import make_evictor
 from legroom.memory.parking import held_fast, with_states
-from legroom.memory.planner import make_placed_plan
+from legroom.memory.planner import make_placed_plan, make_safe_plan
 from legroom.memory.profile import (
     Capture,
+    StandInLoss,
     capture_real,
+    capture_unseen,
+    foreseen_update,
     held_bytes,
     name_states,
     naming_gradients,
@@ -92,12 +94,11 @@ class MemoryJob:
         self.tiers = Tiers(device, disk_dir, before_close=self.runner.mover.evacuate)
         self.states = StateKeeper(optimizer, dict(model.named_parameters()), device)
         self.workshop = make_workshop(model, device) if compile_blocks else None
-        self.slimmer = Slimmer(model)
         self.meter: Meter = make_meter(device)
         self.meter.cap(self.budget["device"])
         self._stack: contextlib.ExitStack | None = None
         self._recording: tuple[Recorder, CpuTimer | CudaTimer, int] | None = None
-        self.foreseeing = self._closed = self._warned = self._refused = False
+        self._busy = self._closed = self._warned = self._refused = False
         me = weakref.ref(self)  # a copy of the model must not copy the job
 
         def before(mod: nn.Module, args: Any, kwargs: Any) -> None:
@@ -128,18 +129,18 @@ class MemoryJob:
             raise
         finally:
             self._stack = None
-            self.place(Outfit())
+            self._place(Outfit())
         self._after_step()
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The first forward of a step: now its signature is known, and its plan taken up."""
-        ready = self._stack is not None and self.current is None and not self.foreseeing
+        ready = self._stack is not None and self.current is None and not self._busy
         if not ready or not torch.is_grad_enabled() or model is not self.model:
             return
         check_device(self.model, self.device)
         kind = self._kind(self.signer.signature(args, kwargs))
         if kind.visits == 0 and kind.plan is None:
-            first_plan(self, kind, (args, kwargs))
+            self._first_plan(kind, args, kwargs)
         if self._stack is None:  # what failed on fake tensors made the caller close the step
             return
         self._take_up(kind)
@@ -169,7 +170,44 @@ class MemoryJob:
 
     # -- planning ----------------------------------------------------------------------------
 
-    def counted(self, capture: Capture, like: Step | None, *sizes: int) -> Capture:
+    def _first_plan(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """A plan before anything runs, in other code if the model's own leaves no room to spare."""
+        least = self.workshop.least() if self.workshop is not None else Outfit()
+        try:
+            self._plan_unseen(kind, args, kwargs, tight=not least.changes)
+        except BudgetError:
+            if not least.changes:
+                raise
+            kind.base = kind.outfit = least
+            self._place(least)
+            self._plan_unseen(kind, args, kwargs, tight=True)
+
+    def _plan_unseen(self, kind: Kind, args: Any, kwargs: Any, *, tight: bool) -> None:
+        """A plan from fake tensors; none if they cannot follow the model."""
+        self._busy, loss = True, StandInLoss()
+        try:
+            kind.capture = capture_unseen(
+                self.model,
+                (args, kwargs),
+                loss,
+                self.machine,
+                device=self.device,
+                optimizer=foreseen_update(self.optimizer, self.model, self.device),
+                blocks=self.blocks,
+                signature=kind.signature,
+            )
+        finally:
+            self._busy = False
+        if kind.capture is None:
+            return
+        held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
+        kind.capture = self._counted(kind.capture, None, self.meter.found(), held)
+        unseen = (loss.num_bytes + self.meter.scratch, loss.num_bytes, 0)
+        make = partial(make_safe_plan, lossy=self.lossy, unseen=unseen, tight=tight)
+        kind.plan = make(kind.capture.step, self.machine, self.planning_budget(), self.policy)
+        kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
+
+    def _counted(self, capture: Capture, like: Step | None, *sizes: int) -> Capture:
         """With what else is on the device, and with what can be parked told from that."""
         step = with_states(with_others(capture, *sizes).step, like)
         return capture._replace(step=held_fast(step, self.states.names))
@@ -200,7 +238,7 @@ class MemoryJob:
             if lanes is not None:
                 lanes.timing = True
             self.runner.install(kind.script, lanes)
-        self._refused = not self.place(kind.outfit)
+        self._refused = not self._place(kind.outfit)
 
     def _park(self, kind: Kind) -> None:
         """States are where the kind at hand needs them, and others that come again."""
@@ -208,9 +246,8 @@ class MemoryJob:
         parks = [plan.park for plan in plans if plan is not None and plan.park is not None]
         self.states.keep(max(parks, key=lambda park: park.num_bytes, default=None))
 
-    def place(self, outfit: Outfit) -> bool:
-        """Have a step run in this; whether that could be done."""
-        self.slimmer.put(outfit.slim)
+    def _place(self, outfit: Outfit) -> bool:
+        """Compiled blocks in place of eager ones, while a step runs; whether that could be done."""
         return self.workshop is None or self.workshop.place(outfit)
 
     def _take_up_rule(self) -> None:
@@ -257,7 +294,7 @@ class MemoryJob:
         kind.capture = capture_real(
             recorder, timer, self.model, self.machine, like=like, blocks=self.blocks, signature=sign
         )
-        kind.capture = to_scale(kind, self.counted(kind.capture, like, found), self.machine)
+        kind.capture = to_scale(kind, self._counted(kind.capture, like, found), self.machine)
         if self.workshop is not None and like is not None:
             self.workshop.dress(kind, like, self.machine, self.meter, self.budget, self.policy)
         kind.recorded, kind.best = True, None
@@ -356,7 +393,7 @@ class MemoryJob:
         if not self._closed:
             self._closed = True
             self._hook.remove()
-            self.place(Outfit())
+            self._place(Outfit())
             self.runner.remove()
             self.meter.uncap()  # first: what is still out comes back, however little room there was
             self.tiers.close()

@@ -52,12 +52,10 @@ class Outfit(NamedTuple):
     """Modules that run compiled, and what their builds may keep."""
     chunks: int = 0
     """How many the loss of a language model is computed in; 0: as the model has it."""
-    slim: tuple[str, ...] = ()
-    """Modules that are given a concatenation, whose gradient does not wait as a whole."""
 
     @property
     def changes(self) -> bool:
-        """Whether other code computes anything: numbers may then differ in their last bits."""
+        """Whether there is any."""
         return bool(self.shares or self.chunks)
 
     def __str__(self) -> str:

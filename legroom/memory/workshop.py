@@ -212,7 +212,7 @@ class Workshop:
             if i in made.ops:
                 moved = tuple(made.storages.get(s, -1) for s in form.storages)
                 forms[made.ops[i]] = form._replace(storages=moved)
-        return Made(Capture(step, forms), captured.outfit._replace(shares=shares, chunks=chunks))
+        return Made(Capture(step, forms), Outfit(shares, chunks))
 
     def _tried_for(self, like: Step) -> Tried:
         """The builds of each block that was sampled, tried once for each signature."""

@@ -24,7 +24,6 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/fake.py",
     "legroom/memory/forecast.py",
     "legroom/memory/history.py",
-    "legroom/memory/first.py",
     "legroom/memory/job.py",
     "legroom/memory/calibrate.py",
     "legroom/memory/escape.py",

@@ -10,7 +10,6 @@ from transformers import LlamaForCausalLM
 import legroom
 import legroom.memory.workshop as workshop
 from legroom.api import Job
-from legroom.memory import first
 from legroom.memory.kinds import Outfit
 from legroom.memory.losshead import with_head
 from legroom.memory.mechanisms import compiled
@@ -193,21 +192,19 @@ def test_logits_that_leave_nothing_to_spare_are_not_made_before_anything_was_mea
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_a_step_recorded_in_chunks_can_be_given_others(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_recorded_in_chunks_can_be_given_others(make: Any) -> None:
     """Gradients that the head made in forward count from backward on, whoever held them before."""
     loop = Loop(model=make())
     assert loop.job.workshop is not None
     loop.job.workshop.least = lambda: Outfit(chunks=8)  # type: ignore[method-assign]
-    plan = first.plan
+    plan = loop.job._plan_unseen
 
-    def refuse(*args: Any, tight: bool) -> None:
+    def refuse(*args: Any, tight: bool, **kwargs: Any) -> None:
         if not tight:
             raise legroom.BudgetError("no room to spare")
-        plan(*args, tight=tight)
+        plan(*args, tight=tight, **kwargs)
 
-    monkeypatch.setattr(first, "plan", refuse)
+    loop.job._plan_unseen = refuse  # type: ignore[method-assign]
     loop.steps(5)
     assert loop.job.current is not None and loop.job.current.base.chunks == 8
     assert loop.chunks and not loop.job.runner.deviation
