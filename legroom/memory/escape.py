@@ -8,10 +8,12 @@ held otherwise is told.
 import functools
 import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from legroom.core.errors import StepError
@@ -41,6 +43,28 @@ def let_go(mode: FakeTensorMode) -> None:
             "own attributes, or fill that cache before",
             stacklevel=3,
         )
+
+
+@contextmanager
+def gradients_kept(loss: Tensor) -> Iterator[None]:
+    """A backward with fake tensors gives none to real leaves that the model does not own."""
+    nodes, seen = [loss.grad_fn], set()
+    leaves: list[Tensor] = []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and type(leaf) is not FakeTensor:
+            leaves.append(leaf)
+        nodes += [before for before, _ in node.next_functions]
+    grads = [leaf.grad for leaf in leaves]
+    try:
+        yield
+    finally:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
 
 
 def check_real(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from legroom.core.errors import LegroomError, StepError, forget_frames, in_short
 from legroom.machine.spec import Machine
 from legroom.memory.assemble import assemble_step, op_forms, same_calls, set_releases
 from legroom.memory.blocks import find_blocks
-from legroom.memory.escape import let_go
+from legroom.memory.escape import gradients_kept, let_go
 from legroom.memory.fake import (
     fake_device,
     fake_hooks,
@@ -106,7 +106,8 @@ def capture_fake(
                 loss = loss_fn(model, inputs)
                 if not isinstance(loss, Tensor):
                     raise StepError(f"loss_fn gave {type(loss).__name__}, not a tensor")
-                loss.backward()  # type: ignore[no-untyped-call]
+                with gradients_kept(loss):
+                    loss.backward()  # type: ignore[no-untyped-call]
                 del loss
             if visitor:
                 visitor.look()

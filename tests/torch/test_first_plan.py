@@ -14,7 +14,7 @@ import legroom
 from legroom.core.errors import StepError
 from legroom.memory.trace import Phase
 from tests.torch.nets import Mlp
-from tests.torch.support import MACHINE
+from tests.torch.support import MACHINE, fitted
 
 
 def test_a_loss_outside_of_the_model_has_room_in_the_first_step() -> None:
@@ -220,3 +220,29 @@ def test_mistakes_of_the_users_own_are_shown_as_they_are() -> None:
         legroom.estimate(model, x, machine="l4", loss_fn=broken)
     with pytest.raises(StepError, match="loss_fn gave NoneType"):
         legroom.estimate(model, x, machine="l4", loss_fn=lambda *_: None)  # type: ignore[arg-type,return-value]
+
+
+class Borrows(nn.Module):
+    """Uses a trainable tensor that is not among its own."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.layer, self.borrowed = nn.Linear(16, 16), [scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * self.borrowed[0]
+        return y
+
+
+def test_a_leaf_that_the_model_does_not_own_gets_its_real_gradient() -> None:
+    """The capture ends in a backward of fake tensors, which must not reach it."""
+    scale = torch.randn(16, requires_grad=True)
+    model, x = Borrows(scale), torch.randn(4, 16)
+    model(x).sum().backward()
+    plain, scale.grad = scale.grad, torch.ones(16)
+    with fitted(model, "auto") as job:
+        for i in range(5):
+            with job.step():
+                model(x).sum().backward()
+            assert type(scale.grad) is Tensor and plain is not None
+            torch.testing.assert_close(scale.grad, 1 + (i + 1) * plain)
