@@ -43,7 +43,7 @@ from legroom.memory.profile import (
     with_others,
 )
 from legroom.memory.recorder import Recorder
-from legroom.memory.relief import PRESSED, after_failure, make_room
+from legroom.memory.relief import PRESSED, after_failure, make_room, or_first
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
 from legroom.memory.signature import Signer
@@ -289,7 +289,8 @@ class MemoryJob:
     def _use_recording(self, kind: Kind) -> None:
         assert self._recording is not None
         (recorder, timer, found), self._recording = self._recording, None
-        like, sign = kind.capture.step if kind.capture is not None else None, kind.signature
+        first, sign = kind.capture, kind.signature
+        like = first.step if first is not None else None
         name_states(recorder, self.model)
         kind.capture = capture_real(
             recorder, timer, self.model, self.machine, like=like, blocks=self.blocks, signature=sign
@@ -297,10 +298,9 @@ class MemoryJob:
         kind.capture = to_scale(kind, self._counted(kind.capture, like, found), self.machine)
         if self.workshop is not None and like is not None:
             self.workshop.dress(kind, like, self.machine, self.meter, self.budget, self.policy)
-        kind.recorded, kind.best = True, None
-        kind.lessons.clear()
-        kind.start_anew()
-        self._plan(kind)
+        kind.take_up_recording()
+        with or_first(kind, first):
+            self._plan(kind)
 
     def _measure(self, kind: Kind) -> Callable[[], Measurement]:
         """Take what there is to take of the step just enqueued; asking for it waits for its end."""

@@ -197,6 +197,12 @@ class Kind:
             host * step.host_s / host_s if host_s else host,
         )
 
+    def take_up_recording(self) -> None:
+        """The trace comes from a real step from now on."""
+        self.recorded, self.best = True, None
+        self.lessons.clear()
+        self.start_anew()
+
     def start_anew(self) -> None:
         """Another plan is in force: what was measured does not count any more."""
         self.measurements.clear()

@@ -1,12 +1,15 @@
 """Relief: where the allocator finds less room than a plan saw, plan with less or stay as before."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 
 from legroom.core.errors import BudgetError
 from legroom.core.units import format_bytes
+from legroom.memory.arena import NOWHERE
 from legroom.memory.device import Meter
 from legroom.memory.kinds import Kind
+from legroom.memory.profile import Capture
 
 PRESSED, OFF_BY = 0.015, 0.04
 """Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
@@ -21,6 +24,28 @@ def or_as_before(kind: Kind, meter: Meter) -> Iterator[None]:
     except BudgetError:
         meter.slack = slack
         kind.put_back(force)
+
+
+@contextlib.contextmanager
+def or_first(kind: Kind, capture: Capture | None) -> Iterator[None]:
+    """Plan a recorded step in here; where nothing fits, the plan it has run under so far stays.
+
+    That was made for what was captured first.
+    """
+    first = (capture, kind.plan, kind.script)
+    try:
+        yield
+    except BudgetError as error:
+        if kind.script is None:  # an online rule has kept the budget
+            raise
+        kind.capture, kind.plan, kind.script = first
+        kind.outfit, kind.plain, kind.placement, kind.still = kind.base, None, NOWHERE, True
+        missing = format_bytes(error.missing_bytes)
+        warnings.warn(
+            f"legroom: as recorded, the step needs {missing} more than its budget has; the plan "
+            "made before it ran, which has kept the budget so far, stays",
+            stacklevel=6,
+        )
 
 
 def make_room(kind: Kind, meter: Meter, budget: int, plan: Callable[[Kind], None]) -> None:

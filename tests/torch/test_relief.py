@@ -4,12 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from legroom.core.errors import BudgetError
 from legroom.memory.arena import Placement
 from legroom.memory.device import CpuMeter
 from legroom.memory.kinds import Kind
 from legroom.memory.relief import OFF_BY, after_failure, make_room
+from tests.torch.nets import Mlp
+from tests.torch.support import fitted
 
 BUDGET = 1000
 
@@ -81,3 +85,29 @@ def test_after_a_failure_the_allocator_has_more() -> None:
     meter = Small(1000)
     assert "step 1" in after_failure(None, meter, planner(meter, 0))
     assert meter.slack == OFF_BY
+
+
+def test_a_recorded_step_without_a_plan_keeps_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has kept the budget so far: the job says so, and goes on as it was."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise BudgetError("no room", missing_bytes=1 << 20)
+
+    monkeypatch.setattr("legroom.memory.job.make_placed_plan", refuse)
+    model, x = nn.Sequential(*[Mlp(p=0.0) for _ in range(4)]), torch.randn(64, 64)
+    model(x).sum().backward()
+    plain = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    with fitted(model, "test_full") as job:
+        with pytest.warns(UserWarning, match="needs 1.00 MiB more than its budget has; the plan"):
+            for _ in range(6):
+                model.zero_grad()
+                with job.step():
+                    model(x).sum().backward()
+                for p, grad in zip(model.parameters(), plain, strict=True):
+                    torch.testing.assert_close(p.grad, grad)
+        kind = job.current
+        assert kind is not None and kind.plan is not None and kind.plan.actions
+        assert kind.recorded and kind.still and not job.runner.deviation
+        assert kind.plan.why in job.report()
