@@ -55,9 +55,8 @@ from legroom.memory.verify import Snapshot, Verdict, verify_step
 if TYPE_CHECKING:
     from legroom.memory.workshop import Workshop
 
-WARM = 2
-"""Visits before a signature is recorded."""
-MAX_REPLANS = 3
+WARM, MAX_REPLANS = 2, 3
+"""Visits before a signature is recorded, and how often it is planned anew."""
 
 
 def make_workshop(model: nn.Module, device: torch.device) -> "Workshop":
@@ -277,7 +276,7 @@ class MemoryJob:
             kind.outfit, kind.still = kind.base, False
             self.signer = Signer(self.model)
         if self._recording is not None:
-            self._use_recording(kind)
+            self._use_recording(kind, *self._recording)
         elif not kind.recorded:
             reading = self.meter.last()
             kind.reference = (reading.seconds(), reading.host_s)
@@ -286,15 +285,16 @@ class MemoryJob:
             if kind.ripe and (kind.pressed or not kind.still):
                 self._calibrate(kind)
 
-    def _use_recording(self, kind: Kind) -> None:
-        assert self._recording is not None
-        (recorder, timer, found), self._recording = self._recording, None
-        first, sign = kind.capture, kind.signature
-        like = first.step if first is not None else None
+    def _use_recording(
+        self, kind: Kind, recorder: Recorder, timer: CpuTimer | CudaTimer, found: int
+    ) -> None:
+        self._recording = None
+        if not recorder.backward_seen:  # it was given up: the next one is recorded
+            return
+        first, like = kind.capture, kind.capture.step if kind.capture is not None else None
         name_states(recorder, self.model)
-        kind.capture = capture_real(
-            recorder, timer, self.model, self.machine, like=like, blocks=self.blocks, signature=sign
-        )
+        known: Any = {"like": like, "blocks": self.blocks, "signature": kind.signature}
+        kind.capture = capture_real(recorder, timer, self.model, self.machine, **known)
         kind.capture = to_scale(kind, self._counted(kind.capture, like, found), self.machine)
         if self.workshop is not None and like is not None:
             self.workshop.dress(kind, like, self.machine, self.meter, self.budget, self.policy)

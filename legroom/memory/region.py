@@ -31,6 +31,7 @@ class Region:
         """The one at hand, if it is known."""
         self._pattern: tuple[Row | None, ...] | None = None
         self._learns = self._strayed = self.sure = False
+        self._moves = script is None or block in script.moving
         if script is not None:
             watched = recording or block in script.watched
             self.rows = script.rows.get(block, []) if watched else None
@@ -39,6 +40,15 @@ class Region:
             self.sure = self._pattern is not None and block not in script.moving
         self._count = self._ordinal = 0
         self._seen: list[Row | None] = []
+
+    @property
+    def plain(self) -> bool:
+        """Whether what is held here is held by the ops that saved it alone.
+
+        If not, or if it is such an op's own result, it is to be held without its history: who holds
+        it may be part of that, and would hold itself for ever.
+        """
+        return not self._moves and (self.frame is None or self.frame.tape is None)
 
     def skim(self, tensor: Tensor) -> object:
         """What to hold for the next save if its number alone tells; None if it does not."""

@@ -26,7 +26,7 @@ from legroom.memory.mechanisms.mover import Mover
 from legroom.memory.mechanisms.recompute import Held, forget_surroundings, open_frame
 from legroom.memory.mechanisms.tape import paused
 from legroom.memory.online import Evictor
-from legroom.memory.ops import in_backward
+from legroom.memory.ops import in_backward, is_own_result
 from legroom.memory.recorder import Recorder
 from legroom.memory.region import OUTSIDE, UNKNOWN, Region
 from legroom.memory.replay import Replayer
@@ -197,7 +197,8 @@ class Runner:
 
     def _pack(self, tensor: Tensor) -> object:
         """What autograd is to hold; the tensor with its version where there is nothing to do."""
-        if not tensor.is_leaf:  # with its history, a node's own result would hold the node for ever
+        plain = self._region.plain and not is_own_result(tensor)
+        if not plain and not tensor.is_leaf:
             with self._quiet():
                 tensor = tensor.detach()
         packed = self._region.skim(tensor)

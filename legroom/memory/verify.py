@@ -14,6 +14,9 @@ Closure = Callable[[], Tensor]
 Around = Callable[[], AbstractContextManager[Any]]
 DOUBTS = 4
 """Unplanned steps more, where a plan seems not to hold: a kernel may seldom repeat itself."""
+ZERO = 1e-3
+"""Gradients smaller than this share of the largest are measured by that: those that would be zero
+but for rounding, as of a bias before a norm, differ by their whole size and excuse nothing."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +29,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     worst: str = ""
     """The parameter with the largest relative error; empty if identical."""
     worst_error: float = 0.0
-    """Largest |difference| of any gradient over its largest |value|."""
+    """Largest |difference| of any gradient over its largest |value|, or over `ZERO` of the largest
+    of all."""
     noise_error: float = 0.0
     """The same between unplanned steps."""
     num_gradients: int = 0
@@ -144,9 +148,11 @@ def _distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> tuple[float, st
     if one.keys() != two.keys():
         lost = sorted(one.keys() ^ two.keys())
         return float("inf"), f"{lost[0]} (gradient on one side only)"
+    tops = {key: float(a.abs().max()) for key, a in one.items() if a.numel()}
+    least = max(ZERO * max(tops.values(), default=0.0), 1e-30)
     worst, name = 0.0, ""
     for key, a in one.items():
-        top = max(float(a.abs().max()) if a.numel() else 0.0, 1e-30)
+        top = max(tops.get(key, 0.0), least)
         error = float((a.double() - two[key].double()).abs().max()) / top if a.numel() else 0.0
         if error > worst:
             worst, name = error, key

@@ -246,3 +246,19 @@ def test_a_leaf_that_the_model_does_not_own_gets_its_real_gradient() -> None:
                 model(x).sum().backward()
             assert type(scale.grad) is Tensor and plain is not None
             torch.testing.assert_close(scale.grad, 1 + (i + 1) * plain)
+
+
+@pytest.mark.parametrize("given_up", [{2}, {2, 3}, {0, 1, 2}])
+def test_a_step_that_was_given_up_is_not_what_plans_are_made_from(given_up: set[int]) -> None:
+    """A loop may skip a bad batch after its forward: the next step is recorded instead."""
+    model, x = nn.Sequential(*[Mlp(p=0.0) for _ in range(4)]), torch.randn(64, 64)
+    with fitted(model, "auto") as job:
+        for i in range(8):
+            with job.step():
+                loss = model(x).sum()
+                if i not in given_up:
+                    loss.backward()
+            model.zero_grad()
+        kind = job.current
+        assert kind is not None and kind.recorded and kind.capture is not None
+        assert any(op.phase is Phase.BACKWARD for op in kind.capture.step.ops)

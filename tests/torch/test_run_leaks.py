@@ -45,6 +45,33 @@ def test_a_graph_freed_without_backward_frees_its_slots(plan: str) -> None:
         rig.close()
 
 
+def mark_inputs(rig: Rig) -> list[weakref.ref[torch.UntypedStorage]]:
+    """Weak references to what blocks after the first are given, filled as they run."""
+    inputs: list[weakref.ref[torch.UntypedStorage]] = []
+    for block in list(rig.model)[1:]:  # type: ignore[call-overload]
+        block.register_forward_pre_hook(
+            lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
+        )
+    return inputs
+
+
+class Exp(torch.autograd.Function):
+    """Saves what it returns, and has made nodes of other ops since its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x.detach().requires_grad_().sin().cos()
+        out = x.exp()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return grad * out
+
+
 class Saves(nn.Module):
     """Ops that save what they return."""
 
@@ -53,7 +80,7 @@ class Saves(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu((x * self.scale).tanh().exp())
+        return torch.relu(Exp.apply((x * self.scale).tanh().exp()))
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "recorded"])
@@ -62,11 +89,7 @@ def test_a_result_that_its_own_op_saved_goes_with_the_graph(plan: str) -> None:
     rig = Rig(stack(Saves), rows())
     rig.install(PLANS[plan](rig.step) if plan in PLANS else [])
     recorder = Recorder(rig.model, CPU, CpuTimer()) if plan == "recorded" else None
-    inputs: list[weakref.ref[torch.UntypedStorage]] = []
-    for block in list(rig.model)[1:]:  # type: ignore[call-overload]
-        block.register_forward_pre_hook(
-            lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
-        )
+    inputs = mark_inputs(rig)
     gc.collect()
     gc.disable()
     try:
@@ -86,11 +109,7 @@ def test_a_step_leaves_nothing_without_a_collection(plan: str) -> None:
     """After a whole step the inputs of its blocks are free at once: no cycle waits for gc."""
     rig = Rig(stack(Mlp), rows())
     rig.install(PLANS[plan](rig.step))
-    inputs: list[weakref.ref[torch.UntypedStorage]] = []
-    for block in list(rig.model)[1:]:  # type: ignore[call-overload]
-        block.register_forward_pre_hook(
-            lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
-        )
+    inputs = mark_inputs(rig)
     gc.collect()
     gc.disable()
     try:
