@@ -7,6 +7,7 @@ from scipy.optimize import lsq_linear
 from legroom.core.errors import RecordError
 from legroom.machine.spec import Machine
 from legroom.memory.actions import Action
+from legroom.memory.host import LEAST_OWN
 from legroom.memory.kinds import Kind, rescaled
 from legroom.memory.parking import parks
 from legroom.memory.profile import Capture
@@ -19,8 +20,6 @@ MAX_CONTENTION = {"cuda": 0.15, "cpu": 2.0}
 """Most that a busy link can slow the compute beside it, as a share of the time it is busy.
 
 On a CPU the copies take cores from the ops themselves."""
-LEAST_HOST = 0.3
-"""Share of the host's time that is the step's own, however much replays are thought to take."""
 ROUNDS = 3
 LEAST_S = 1e-3
 """No host enqueues a step in less."""
@@ -39,12 +38,13 @@ def to_scale(kind: Kind, capture: Capture, machine: Machine) -> Capture:
     if kind.reference is None or kind.script is None or kind.script.moves:
         return capture
     actions: list[Action] = [*kind.script.plan.recomputes, *parks(kind.script.plan.actions)]
-    seconds, host_s = kind.reference
+    simulator, (seconds, *seen) = Simulator(capture.step, machine), kind.reference
     try:
-        replays_s = sum(r.variant.host_s for r in Simulator(capture.step, machine).replays(actions))
+        host_s = simulator.host_seen_s(actions, *seen)
+        replays_s = sum(r.variant.host_s for r in simulator.replays(actions))
     except RecordError:  # the recording gave the blocks other variants
         return capture
-    capture = rescaled(capture, 1.0, max(host_s - replays_s, LEAST_HOST * host_s))
+    capture = rescaled(capture, 1.0, max(host_s - replays_s, LEAST_OWN * host_s))
     if host_s > HOST_BOUND * seconds:  # the host was in the way: that says nothing of the ops
         return capture
     for _ in range(ROUNDS):  # a host that is late in part makes it more than a rule of three
@@ -67,10 +67,11 @@ def learn(kind: Kind, machine: Machine) -> Machine:
     """
     assert kind.plan is not None and kind.capture is not None
     step, actions = kind.capture.step, kind.plan.actions
-    was_bound = kind.host_s > HOST_BOUND * kind.step_s
     simulator, predicted_s = Simulator(step, machine), kind.plan.predicted.step_s
+    busy_s = simulator.host_seen_s(actions, kind.host_s, kind.forward_s)
+    was_bound = busy_s > HOST_BOUND * kind.step_s
     if step.host_s and not was_bound:
-        host_s = step.host_s + kind.host_s - simulator.host_s(actions)
+        host_s = step.host_s + busy_s - simulator.host_s(actions)
         kind.capture = rescaled(kind.capture, 1.0, max(host_s, LEAST_S))
         predicted_s -= simulator.time(actions)
         simulator = Simulator(kind.capture.step, machine)

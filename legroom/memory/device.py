@@ -40,8 +40,8 @@ class Reading:
     """How long it took; asking waits for the step to end on the device."""
     peaks: dict[str, int]
     """Bytes by name; none if they were not taken."""
-    host_s: float = 0.0
-    """How long the host was busy with it; 0 where the host is the device itself."""
+    host_s: tuple[float, float] = (0.0, 0.0)
+    """How long the host was at it, and at its first forward; 0 where it is the device itself."""
     pressed: bool = False
     """Whether allocations had to wait for cached memory to be given back: that is slow."""
 
@@ -55,8 +55,13 @@ class Meter(ABC):
     """Whether steps ask the allocator for more than their traces show: then one is watched."""
 
     @abstractmethod
-    def step(self) -> contextlib.AbstractContextManager[None]:
-        """Measure one step."""
+    def step(
+        self, model: nn.Module | None = None, *, apart: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Measure one step, and the first forward of a model in it.
+
+        `apart`: the device is to end what it is at before.
+        """
 
     @abstractmethod
     def last(self) -> Reading:
@@ -125,7 +130,7 @@ class CpuMeter(Meter):
         self._start_ns = 0
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, model: nn.Module | None = None, *, apart: bool = False) -> Iterator[None]:
         """Measure one step; memory is counted from what the step finds on entry."""
         reports: list[tuple[int, int]] = []
         counting = self.peaks
@@ -166,6 +171,16 @@ class CpuMeter(Meter):
         """Nothing to take away."""
 
 
+@contextlib.contextmanager
+def noting_ends(model: nn.Module, into: list[float]) -> Iterator[None]:
+    """Note when forwards of a model end, by the host's clock."""
+    hook = model.register_forward_hook(lambda *_: into.append(time.perf_counter()))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class CudaMeter(Meter):
     """Events at both ends of the step; the allocator's own peaks."""
 
@@ -185,25 +200,29 @@ class CudaMeter(Meter):
         """What those steps asked for, until it is made use of."""
         self._watched, self._mapped = False, 0
         self._retries = 0
-        self._host_s = 0.0
+        self._host_s = (0.0, 0.0)
         self._begin, self._end = timing_event(), timing_event()
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, model: nn.Module | None = None, *, apart: bool = False) -> Iterator[None]:
         """Measure one step."""
+        if apart:
+            torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self._begin, self._end = timing_event(), timing_event()
         self._retries = self._count_retries()
         watched, self._watched = self._watched, False
         asked: list[Event] = []
+        ends: list[float] = []
+        noting = noting_ends(model, ends) if model is not None else contextlib.nullcontext()
         self._begin.record()
         start = time.perf_counter()
-        with recorded(self.device, asked) if watched else contextlib.nullcontext():
+        with noting, recorded(self.device, asked) if watched else contextlib.nullcontext():
             yield
         if watched:
             self._seen.add(self._room)
             self._asked[self._room] = asked
-        self._host_s = time.perf_counter() - start
+        self._host_s = (time.perf_counter() - start, ends[0] - start if ends else 0.0)
         self._end.record()
 
     def last(self) -> Reading:

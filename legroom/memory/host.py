@@ -4,6 +4,10 @@
 takes, for the worst of its ops, as long as the host needs to come to that op and the device from
 there on. A forward that keeps the host busy with notes is slow even if backward leaves it idle.
 
+A host that is far ahead waits, too: the device's queue takes about a thousand ops, and enqueuing
+one more lasts until there is room. So how long it was at a step is only the most it can have been
+busy; up to the end of forward, which finds the queue empty, it seldom has to wait.
+
 The times are as seen on ResNet-152 and a Llama beside an H200; calibration corrects their sum.
 """
 
@@ -27,6 +31,8 @@ WATCH_S = 25e-6
 """Of a saved tensor that is watched."""
 BACKWARD = 2.0
 """An op in backward takes the host this much longer than one in forward."""
+LEAST_OWN = 0.3
+"""Share of the host's time that is the step's own, however much its actions are thought to take."""
 CAUTION = 1.4
 """A host has bad moments, and a plan that leaves it no time to spare is slow in each of them."""
 
@@ -63,6 +69,8 @@ class Host:
         """When it comes to each op of the unplanned step."""
         self.turn = next((i for i, op in enumerate(step.ops) if op.phase is Phase.BACKWARD), 0)
         """Where backward begins: there the host has done all of forward."""
+        self.forward_share = float(until[self.turn] / max(until[-1], 1.0))
+        """Share of its time that it has spent by then."""
 
     def work(
         self,
@@ -87,6 +95,17 @@ class Host:
     def total_s(self, work: Work) -> float:
         """How long the host is busy in all."""
         return self.step_s + sum(seconds for _, seconds in work)
+
+    def seen_s(self, work: Work, all_s: float, forward_s: float) -> float:
+        """How long it was busy at the most, if it was at the step for that long in all.
+
+        And at its forward, which tells more: see [Note: queue]; 0 where that was not taken.
+        """
+        if not forward_s or not self.forward_share:
+            return all_s
+        early_s = sum(seconds for position, seconds in work if position < self.turn)
+        own_s = max(forward_s - early_s, LEAST_OWN * forward_s) / self.forward_share
+        return min(all_s, own_s + sum(seconds for _, seconds in work))
 
     def end_s(self, work: Work, marks: Sequence[tuple[int, float]], device_s: float) -> float:
         """When the step is over, if the device alone is at each marked position at that time."""

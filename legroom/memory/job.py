@@ -153,7 +153,7 @@ class MemoryJob:
         if self.workshop is not None and kind.visits == WARM - 1 and kind.capture is not None:
             stack.enter_context(self.workshop.sampling(kind.capture.step))
         if kind.visits < WARM or kind.recorded:
-            stack.enter_context(self.meter.step())
+            stack.enter_context(self.meter.step(self.model, apart=not kind.still))
             stack.enter_context(self.runner.following())
             return
         timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()
@@ -279,7 +279,7 @@ class MemoryJob:
             self._use_recording(kind, *self._recording)
         elif not kind.recorded:
             reading = self.meter.last()
-            kind.reference = (reading.seconds(), reading.host_s)
+            kind.reference = (reading.seconds(), *reading.host_s)
         else:
             kind.file(self._measure(kind))
             if kind.ripe and (kind.pressed or not kind.still):
@@ -310,7 +310,7 @@ class MemoryJob:
         for name in ("device->host", "host->device") if self.states.moved_bytes else ():
             moved[name] = moved.get(name, 0) + self.states.moved_bytes
         stall = lanes.take_stall() if lanes is not None else float
-        rest, peaks = (self.runner.replayer.seconds, moved, reading.host_s), reading.peaks
+        rest, peaks = (self.runner.replayer.seconds, moved, *reading.host_s), reading.peaks
         kind.presses += reading.pressed
         if "step" in peaks:
             peaks = {"device": peaks["step"] + kind.static_bytes - self.states.kept_bytes}

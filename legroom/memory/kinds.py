@@ -43,6 +43,7 @@ class Measurement:
     replay_s: float
     moved_bytes: dict[str, int]
     host_s: float = 0.0
+    forward_s: float = 0.0
 
 
 class Outfit(NamedTuple):
@@ -121,8 +122,8 @@ class Kind:
     """The pace that was counted on when builds were chosen, and the times of ops and host then."""
     recorded: bool = False
     """Whether the trace comes from a real step."""
-    reference: tuple[float, float] | None = None
-    """Time of a warm step before the recording, and how long the host was busy with it."""
+    reference: tuple[float, float, float] | None = None
+    """Time of a warm step before the recording, and how long the host was at it, and at forward."""
     replans: int = 0
     still: bool = False
     """No more plans are made."""
@@ -233,8 +234,13 @@ class Kind:
 
     @property
     def host_s(self) -> float:
-        """Median time the host was busy with a step."""
+        """Median time the host was at a step."""
         return median(m.host_s for m in self.settled)
+
+    @property
+    def forward_s(self) -> float:
+        """Median time the host was at the forward of a step."""
+        return median(m.forward_s for m in self.settled)
 
     @property
     def settled(self) -> list[Measurement]:

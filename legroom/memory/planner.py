@@ -80,7 +80,8 @@ FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
 LARGE = 0.05
 """A tensor of this share of the budget leaves gaps that matter: room is spared for one more."""
-LARGE_SHARES = (0.965, 0.93, 0.9, 0.87, 0.84)
+LEAST_SHARE = 0.84
+"""But no more than this is spared."""
 DEAR = 1.03
 """Unless a step that leaves that room takes so many times as long."""
 
@@ -181,9 +182,12 @@ def make_placed_plan(
         return make_plan(step, machine, budget, policy, lossy=lossy), NOWHERE
     limit, simulator = budget["device"], Simulator(step, machine)
     spare = spared_bytes(step, limit)
-    shares = SHARES if len(step.ops) > FEW_OPS else FINE_SHARES
+    shares: tuple[float, ...] = SHARES if len(step.ops) > FEW_OPS else FINE_SHARES
+    if spare:  # no plan that fills more than what one leaves can leave one
+        first, leaves = SHARES[1], 1 - spare / limit
+        shares = (first, *(max(leaves - less, LEAST_SHARE) for less in (0.0, 0.02, 0.04)))
     found: list[_Placed] = []
-    for share in LARGE_SHARES if spare else shares:
+    for share in dict.fromkeys(shares):
         tight = {**budget, "device": int(limit * share)}
         try:
             plan = make_plan(step, machine, tight, policy, lossy=lossy)

@@ -8,6 +8,7 @@ from legroom.memory.actions import Recompute
 from legroom.memory.builds import Pace
 from legroom.memory.calibrate import MAX_CONTENTION, as_predicted, foresee, learn, to_scale
 from legroom.memory.kinds import PRESSES, Kind, Made, Measurement, Outfit, rescaled
+from legroom.memory.play import Play
 from legroom.memory.script import Script
 from legroom.memory.simulate import Simulator
 from legroom.memory.variants import with_variants
@@ -40,9 +41,9 @@ def scaled_ops(step: object, factor: float) -> object:
     return msgspec.structs.replace(step, ops=ops)  # type: ignore[type-var]
 
 
-def measure(kind: Kind, *seconds: float, host_s: float = 0.0) -> None:
+def measure(kind: Kind, *seconds: float, host_s: float = 0.0, forward_s: float = 0.0) -> None:
     """File steps of these times."""
-    kind.measurements += [Measurement(s, {}, 0.0, 0.0, {}, host_s) for s in seconds]
+    kind.measurements += [Measurement(s, {}, 0.0, 0.0, {}, host_s, forward_s) for s in seconds]
 
 
 def total_s(kind: Kind) -> float:
@@ -92,6 +93,24 @@ def test_a_host_that_had_time_to_spare_tells_how_long_it_takes() -> None:
     assert total_s(kind) == pytest.approx(before)
     host_s = Simulator(kind.capture.step, MACHINE).host_s(kind.plan.actions)
     assert host_s == pytest.approx(0.3 * predicted)
+
+
+def test_a_host_that_waited_for_the_device_was_not_busy() -> None:
+    """A full queue kept it at the step for long; its forward tells how fast it is."""
+    kind = kind_of(full, host_s=1e-3)
+    before, predicted = total_s(kind), kind.plan.predicted.step_s
+    simulator = Simulator(kind.capture.step, MACHINE)
+    work = Play(simulator, kind.plan.actions).host_work()
+    early_s = sum(seconds for at, seconds in work if at < simulator.host.turn)
+    forward_s = early_s + 5e-3
+    measure(kind, *[1.2 * predicted] * 3, host_s=1.19 * predicted, forward_s=forward_s)
+    learn(kind, MACHINE)
+    share = simulator.host.forward_share
+    assert 0.1 < share < 0.5
+    assert kind.capture.step.host_s == pytest.approx(5e-3 / share)
+    assert total_s(kind) == pytest.approx(1.2 * before, rel=0.01)
+    kind.reference = (2 * predicted, 1.9 * predicted, forward_s)
+    assert to_scale(kind, kind.capture, MACHINE).step.host_s == pytest.approx(5e-3 / share, rel=0.2)
 
 
 def test_copies_are_blamed_no_more_than_is_plausible() -> None:
@@ -194,11 +213,11 @@ def test_a_step_held_up_by_the_host_says_nothing_of_the_ops() -> None:
     """Times of a recording are brought to those of a warm step, if the device was what it took."""
     kind = kind_of(lambda step: [])
     before = total_s(kind)
-    kind.reference = (2 * before, 0.1 * before)
+    kind.reference = (2 * before, 0.1 * before, 0.0)
     scaled_up = to_scale(kind, kind.capture, MACHINE)
     assert scaled_up.step.compute_s == pytest.approx(2 * before)
     assert scaled_up.step.host_s == pytest.approx(0.1 * before)
-    kind.reference = (2 * before, 1.95 * before)
+    kind.reference = (2 * before, 1.95 * before, 0.0)
     held_up = to_scale(kind, kind.capture, MACHINE)
     assert held_up.step.compute_s == pytest.approx(before)
     assert held_up.step.host_s == pytest.approx(1.95 * before)
@@ -208,7 +227,7 @@ def test_replays_are_not_the_steps_own_host_time() -> None:
     """What a warm step's replays took of the host is left out."""
     kind = kind_of(lambda step: [Recompute(block=0, variant="full")])
     (variant,) = kind.script.variants.values()
-    kind.reference = (50.0, 10 * variant.host_s)
+    kind.reference = (50.0, 10 * variant.host_s, 0.0)
     assert to_scale(kind, kind.capture, MACHINE).step.host_s == pytest.approx(9 * variant.host_s)
 
 

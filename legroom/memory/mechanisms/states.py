@@ -153,9 +153,10 @@ class StateKeeper:
 
     def _chosen(self) -> list[Tensor]:
         """Those whose states are to be on the host."""
-        names = self._park.params if self._park is not None else ()
+        if self._park is None:
+            return []
         able = self.names
-        return [self._model[name] for name in names if name in able]
+        return [self._model[name] for name in self._park.params if name in able]
 
     def _away(self) -> list[Tensor]:
         return [p for p in self._slots if self._hosted(p)]
