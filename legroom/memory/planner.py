@@ -181,16 +181,16 @@ def make_placed_plan(
     if not places:
         return make_plan(step, machine, budget, policy, lossy=lossy), NOWHERE
     limit, simulator = budget["device"], Simulator(step, machine)
-    spare = spared_bytes(step, limit)
+    spare, make = spared_bytes(step, limit), partial(make_plan, step, machine, lossy=lossy)
     shares: tuple[float, ...] = SHARES if len(step.ops) > FEW_OPS else FINE_SHARES
     if spare:  # no plan that fills more than what one leaves can leave one
-        first, leaves = SHARES[1], 1 - spare / limit
-        shares = (first, *(max(leaves - less, LEAST_SHARE) for less in (0.0, 0.02, 0.04)))
+        first, leaves = SHARES[1], max(1 - spare / limit, LEAST_SHARE)
+        shares = (first, (first + leaves) / 2, leaves, max(leaves - 0.03, LEAST_SHARE))
     found: list[_Placed] = []
     for share in dict.fromkeys(shares):
         tight = {**budget, "device": int(limit * share)}
         try:
-            plan = make_plan(step, machine, tight, policy, lossy=lossy)
+            plan = make(tight, policy)
         except BudgetError:
             break
         if plan.predicted.device_bytes < FAR * limit:
@@ -202,8 +202,7 @@ def make_placed_plan(
         if not any(found[-1].missing):
             break
     if not found:
-        plan = make_plan(step, machine, budget, policy, lossy=lossy)
-        found.append(_place(simulator, plan, limit, spare))
+        found.append(_place(simulator, make(budget, policy), limit, spare))
     best = min(found, key=lambda one: one.missing)
     return best.plan, best.placement
 

@@ -21,15 +21,15 @@ from legroom.memory.policies.every_nth import every_nth
 from legroom.memory.policies.park import better, must_park, parked, worth_parking
 from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.recompute_all import recompute_all
-from legroom.memory.policies.repair import repair
+from legroom.memory.policies.repair import one_more, repair
 from legroom.memory.policies.shrink import shrunk, smallest
 from legroom.memory.policies.swap_all import movable, swap_all
 from legroom.memory.schedule import Want, peak_position, schedule, tighten
 from legroom.memory.trace import Variant
 
-ROUNDS = 4
-"""Answers asked of the program for one share of the link before giving it up."""
-LINK_SHARES = (0.9, 0.7, 0.5, 0.25)
+ROUNDS, ENOUGH = 4, 2
+"""Answers asked of the program for one share of the link before giving it up; and if one does."""
+LINK_SHARES = (0.95, 0.85, 0.7, 0.5, 0.25)
 """How much of the links' rate the program may count on; the simulator judges which was right."""
 LEAST_SHARE = 20_000
 """Tensors smaller than this part of the budget are not worth a move."""
@@ -107,20 +107,26 @@ def _mix(problem: Problem) -> Choice:
 
 
 def _search(problem: Problem, program: Program, share: float) -> list[Action] | None:
-    """Ask, replay, and add what the replay found as a constraint, until an answer fits."""
-    for _ in range(ROUNDS):
+    """Ask, replay, and add what the replay found as a constraint, until an answer fits.
+
+    The fastest of what was found: an answer that is a little over may be mended for less.
+    """
+    found: list[list[Action]] = []
+    for turn in range(ROUNDS):
         answer = program.solve(share)
         if answer is None:
-            return None
+            break
         actions = realise(problem, answer)
         shape = problem.simulator.shape(actions)
         if shape.peak <= problem.limit:
-            return actions
-        mended = repair(problem, actions)
-        if mended is not None:
-            return mended
+            found.append(actions)
+            break
+        mended = (repair(problem, actions), one_more(problem, actions))
+        found += [one for one in mended if one is not None]
+        if found and turn + 1 >= ENOUGH:
+            break
         program.cut(peak_position(shape.during, shape.replays), shape.peak - problem.limit)
-    return None
+    return min(found, key=problem.simulator.time, default=None)
 
 
 def realise(problem: Problem, answer: Answer, limit: int | None = None) -> list[Action]:

@@ -15,7 +15,7 @@ from legroom.memory.schedule import leave_position
 SLOTS = 96
 """About how many slots of time the step is cut into."""
 TIME_LIMIT_S = 0.8
-GAP = 0.004
+GAP = 0.01
 MOVE_PRICE = 0.01
 """A second on the link costs at least this: of two plans alike, take the one that moves less."""
 

@@ -1,12 +1,14 @@
-"""Bring a plan that is slightly over its budget under it: recompute a little more, where it is."""
+"""Bring a plan that is slightly over its budget under it: recompute or move a little more."""
 
 from legroom.memory.actions import Action, Move, Recompute
 from legroom.memory.plan import replay_position
 from legroom.memory.planner import Problem
-from legroom.memory.schedule import peak_position, tighten
+from legroom.memory.policies.swap_all import movable
+from legroom.memory.schedule import Want, peak_position, schedule, tighten
 from legroom.memory.trace import Variant
 
 MAX_STEPS = 48
+MOVES_TRIED = 6
 
 
 def repair(problem: Problem, actions: list[Action]) -> list[Action] | None:
@@ -23,6 +25,36 @@ def repair(problem: Problem, actions: list[Action]) -> list[Action] | None:
             return None
         actions = _with(problem, actions, *upgrade)
     return None
+
+
+def one_more(problem: Problem, actions: list[Action]) -> list[Action] | None:
+    """The fastest plan that fits with one more tensor moved; None if none of those tried does."""
+    simulator, storages = problem.simulator, problem.step.storages
+    shape = simulator.shape(actions)
+    at, over = peak_position(shape.during, shape.replays), shape.peak - problem.limit
+    moves = [a for a in actions if isinstance(a, Move)]
+    others = [a for a in actions if not isinstance(a, Move)]
+    again = [a for a in others if isinstance(a, Recompute)]
+    acted = {m.storage for m in moves} | {
+        s for r in simulator.replays(again) for s in r.variant.drops
+    }
+    spots = [
+        s
+        for s in movable(problem)
+        if s not in acted
+        and storages[s].num_bytes >= over
+        and storages[s].release < at < problem.step.first_use(s)
+    ]
+    found: list[list[Action]] = []
+    for tier in problem.tiers()[:1]:
+        for s in sorted(spots, key=lambda s: (storages[s].num_bytes, -problem.step.first_use(s))):
+            wants = [Want(s, tier), *(Want(m.storage, m.tier) for m in moves)]
+            planned = schedule(simulator, wants, again)
+            trial = [*others, *tighten(simulator, planned, others, problem.limit)]
+            found += [trial] if problem.keeps(trial) else []
+            if len(found) == MOVES_TRIED:
+                break
+    return min(found, key=simulator.time, default=None)
 
 
 def _best_upgrade(problem: Problem, actions: list[Action], at: int) -> tuple[int, Variant] | None:
