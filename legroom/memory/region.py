@@ -12,6 +12,7 @@ from torch import Tensor
 
 from legroom.memory.mechanisms.entry import Dropped
 from legroom.memory.mechanisms.recompute import Frame
+from legroom.memory.saved import hold
 from legroom.memory.script import Row, Script
 
 OUTSIDE, UNKNOWN = -1, -2
@@ -31,7 +32,6 @@ class Region:
         """The one at hand, if it is known."""
         self._pattern: tuple[Row | None, ...] | None = None
         self._learns = self._strayed = self.sure = False
-        self._moves = script is None or block in script.moving
         if script is not None:
             watched = recording or block in script.watched
             self.rows = script.rows.get(block, []) if watched else None
@@ -41,26 +41,17 @@ class Region:
         self._count = self._ordinal = 0
         self._seen: list[Row | None] = []
 
-    @property
-    def plain(self) -> bool:
-        """Whether what is held here is held by the ops that saved it alone.
-
-        If not, or if it is such an op's own result, it is to be held without its history: who holds
-        it may be part of that, and would hold itself for ever.
-        """
-        return not self._moves and (self.frame is None or self.frame.tape is None)
-
     def skim(self, tensor: Tensor) -> object:
         """What to hold for the next save if its number alone tells; None if it does not."""
         index, self._count = self._count, self._count + 1
         if self.rows is None:
-            return tensor, tensor._version
+            return hold(tensor)
         self.row = None
         if self._pattern is None:
             return None
         self.row = self._pattern[index] if index < len(self._pattern) else None
         if self.row is None:
-            return tensor, tensor._version
+            return hold(tensor)
         if self.sure and self.frame is not None and self.frame.tape is None:
             return Dropped(self.frame, index, tensor)
         return None

@@ -26,15 +26,17 @@ from legroom.memory.mechanisms.mover import Mover
 from legroom.memory.mechanisms.recompute import Held, forget_surroundings, open_frame
 from legroom.memory.mechanisms.tape import paused
 from legroom.memory.online import Evictor
-from legroom.memory.ops import in_backward, is_own_result
+from legroom.memory.ops import in_backward
 from legroom.memory.recorder import Recorder
 from legroom.memory.region import OUTSIDE, UNKNOWN, Region
 from legroom.memory.replay import Replayer
 from legroom.memory.saved import (
     StorageTable,
     ViewOf,
+    bare,
     flat_bytes,
     has_storage,
+    hold,
     is_ours,
     weight_storages,
 )
@@ -197,10 +199,6 @@ class Runner:
 
     def _pack(self, tensor: Tensor) -> object:
         """What autograd is to hold; the tensor with its version where there is nothing to do."""
-        plain = self._region.plain and not is_own_result(tensor)
-        if not plain and not tensor.is_leaf:
-            with self._quiet():
-                tensor = tensor.detach()
         packed = self._region.skim(tensor)
         if packed is None:
             packed = self._pack_ours(tensor)
@@ -210,12 +208,12 @@ class Runner:
     def _pack_ours(self, tensor: Tensor) -> object:
         ours = self._region.sure or is_ours(tensor, self.device, self.weights)
         if not ours or (in_backward() and not self._region.sure):
-            return tensor, tensor._version
+            return hold(tensor)
         note = self.recorder.pack(tensor) if self.recorder is not None else -1
         if self.evictor is not None:
-            packed: object = self._pack_online(tensor, note)
+            packed: object = self._pack_online(bare(tensor), note)
         elif self.script is None:
-            packed = Kept(tensor, note)
+            packed = Kept(bare(tensor), note)
         else:
             packed = self._pack_planned(self.script, tensor, note)
         if self.recorder is not None:
@@ -227,7 +225,7 @@ class Runner:
         row = region.next_row(tensor.untyped_storage().nbytes())
         if row is None:
             self._stray(f"{region.name} saves another tensor than in the trace")
-            return Kept(tensor, note)
+            return Kept(bare(tensor), note)
         if script.due:
             self._advance(row.packed)
         storage = row.storage
@@ -236,6 +234,7 @@ class Runner:
         other = (wanted or dropped) and region.is_other(tensor, storage)
         if dropped and frame is not None and not frame.whole:
             return Dropped(frame, region.index, tensor, storage, note, row.unpacked, self._step)
+        tensor = bare(tensor)
         moved = storage in script.acted and not dropped and not other
         entry = self._take(script, row, tensor, note) if moved else None
         packed = (

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from legroom.memory.ops import is_own_result
+
 SMALL_BYTES = 1024
 """Saved storages up to this size are left alone: handling them costs more than they hold."""
 
@@ -126,3 +128,26 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """The tensor's whole storage as a flat uint8 tensor, sharing memory."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage())
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """The tensor without its history, for holders that may be part of that.
+
+    A tape or a frame is held by nodes of the graph; what it held with history would hold itself.
+    """
+    if tensor.grad_fn is None:
+        return tensor
+    if type(tensor) is not Tensor:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():  # modes take their time
+        return tensor.detach()
+
+
+def hold(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor and its version, to be held by the node that saves it alone.
+
+    With its history, as autograd does, unless the node itself is that: see `bare`.
+    """
+    if is_own_result(tensor):
+        tensor = bare(tensor)
+    return tensor, tensor._version

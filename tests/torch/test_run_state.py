@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from legroom.core.errors import StepError
 from legroom.memory.actions import Recompute
+from legroom.memory.mechanisms.recompute import PythonState
 from tests.torch.nets import WIDTH, ConvNorm, Each, Mlp, images, rows, stack
 from tests.torch.support import LIVE, PLANS, Rig, fitted, live_check, total, weigh
 
@@ -249,3 +250,21 @@ def test_a_weight_changed_between_forward_and_backward(plan: str) -> None:
             rig.check(PLANS[plan])
     else:
         rig.check(PLANS[plan])
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["raw", "as told"])
+def test_pythons_generator_goes_back_to_where_it_was(found: bool) -> None:
+    """Uniform and normal draws alike; also where its bytes are not to be found."""
+    state = PythonState()
+    assert state._address, "this Python keeps its generator elsewhere"
+    state._address *= found
+    random.seed(7)
+    random.gauss(0, 1)  # leaves half a pair behind
+    for draws in range(0, 1300, 130):
+        then, told = state.take(), random.getstate()
+        assert state.take() == then
+        first = [random.gauss(0, 1), *(random.random() for _ in range(draws)), random.gauss(0, 1)]
+        assert state.take() != then
+        state.put(then)
+        assert random.getstate() == told and state.take() == then
+        assert first[:2] == [random.gauss(0, 1), random.random() if draws else random.gauss(0, 1)]
