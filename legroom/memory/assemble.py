@@ -8,7 +8,7 @@ from legroom.machine.spec import Machine
 from legroom.memory.mechanisms.tape import OpForm
 from legroom.memory.recorder import RawCall, RawOp, RawStorage, Recorder
 from legroom.memory.roofline import op_time
-from legroom.memory.trace import Block, Kind, Op, Phase, Saved, Step, Storage
+from legroom.memory.trace import Block, Kind, Op, Phase, Root, Saved, Step, Storage
 
 
 def assemble_step(
@@ -44,7 +44,28 @@ def assemble_step(
         storages=storages,
         saved=saved,
         blocks=blocks,
+        root=_root(recorder),
     ).check()
+
+
+def _root(recorder: Recorder) -> Root | None:
+    """The model's own call, if it is the only one and there is a backward to it."""
+    calls = [call for call in recorder.calls if not call.path and call.grad]
+    if len(calls) != 1 or calls[0].last_op < calls[0].first_op:
+        return None
+    call, end = calls[0], len(recorder.ops)
+    ops = recorder.ops[call.first_op : call.last_op + 1]
+    ours = (i for i, op in enumerate(recorder.ops) if op.phase == Phase.BACKWARD)
+    back = next((i for i in ours if recorder.ops[i].node in call.nodes), end)
+    if back == end or any(op.phase == Phase.BACKWARD for op in ops):
+        return None
+    return Root(
+        first=call.first_op,
+        last=call.last_op,
+        back=back,
+        first_saved=call.first_saved,
+        last_saved=call.last_saved,
+    )
 
 
 def _accumulate_in_place(recorder: Recorder) -> None:

@@ -20,10 +20,10 @@ from legroom.memory.timers import memory_reports, reports_peak, timing_event
 
 MAX_POINTS = 1500
 """Points of a measured timeline."""
-MARGIN = 64 << 20
-"""Device bytes left for small blocks and for libraries when memory is taken in advance, at most."""
-MARGIN_SHARE = 1 / 16
-"""The same, as a share of the cap: small jobs have small blocks."""
+LEAST_MARGIN, MOST_MARGIN = 32 << 20, 64 << 20
+"""Device bytes left for small blocks and for libraries when memory is taken in advance."""
+LEAST_MARGIN_SHARE, MARGIN_SHARE = 1 / 16, 1 / 96
+"""The same, as shares of the cap: small jobs have small blocks."""
 GRAIN = 20 << 20
 """The allocator takes memory by this much, and looks at the cap before it rounds up."""
 MOST_SLACK = 0.15
@@ -258,7 +258,8 @@ class CudaMeter(Meter):
         return max(int(budget * self.SLACK), min(gaps, int(budget * MOST_SLACK))) + more
 
     def _margin(self, limit: int) -> int:
-        return min(MARGIN, int(limit * MARGIN_SHARE))
+        least = min(LEAST_MARGIN, int(limit * LEAST_MARGIN_SHARE))
+        return min(MOST_MARGIN, max(least, int(limit * MARGIN_SHARE)))
 
     @property
     def scratch(self) -> int:

@@ -137,21 +137,19 @@ class MemoryJob:
         if not ready or not torch.is_grad_enabled() or model is not self.model:
             return
         check_device(self.model, self.device)
-        kind = self._kind(self.signer.signature(args, kwargs))
+        signature = self.signer.signature(args, kwargs)
+        kind = self.kinds.setdefault(signature, Kind(signature))
         if kind.visits == 0 and kind.plan is None:
             self._first_plan(kind, args, kwargs)
         if self._stack is None:  # what failed on fake tensors made the caller close the step
             return
         self._take_up(kind)
         self.current = kind
-        self._open(kind, self._stack)
+        self._open(kind, self._stack, args, kwargs)
 
-    def _kind(self, signature: str) -> Kind:
-        return self.kinds.setdefault(signature, Kind(signature))
-
-    def _open(self, kind: Kind, stack: contextlib.ExitStack) -> None:
+    def _open(self, kind: Kind, stack: contextlib.ExitStack, args: Any, kwargs: Any) -> None:
         if self.workshop is not None and kind.visits == WARM - 1 and kind.capture is not None:
-            stack.enter_context(self.workshop.sampling(kind.capture.step))
+            stack.enter_context(self.workshop.sampling(kind.capture.step, (args, kwargs)))
         if kind.visits < WARM or kind.recorded:
             stack.enter_context(self.meter.step(self.model, apart=not kind.still))
             stack.enter_context(self.runner.following())
@@ -165,6 +163,7 @@ class MemoryJob:
         stack.enter_context(timer.running())
         stack.enter_context(self.runner.following(recorder))
         stack.enter_context(recorder.watch_modules())
+        recorder.enter_module(self.model, args, kwargs)  # it is being called already
         stack.enter_context(recorder)
 
     # -- planning ----------------------------------------------------------------------------
@@ -285,9 +284,7 @@ class MemoryJob:
             if kind.ripe and (kind.pressed or not kind.still):
                 self._calibrate(kind)
 
-    def _use_recording(
-        self, kind: Kind, recorder: Recorder, timer: CpuTimer | CudaTimer, found: int
-    ) -> None:
+    def _use_recording(self, kind: Kind, recorder: Recorder, timer: Any, found: int) -> None:
         self._recording = None
         if not recorder.backward_seen:  # it was given up: the next one is recorded
             return
@@ -296,6 +293,7 @@ class MemoryJob:
         known: Any = {"like": like, "blocks": self.blocks, "signature": kind.signature}
         kind.capture = capture_real(recorder, timer, self.model, self.machine, **known)
         kind.capture = to_scale(kind, self._counted(kind.capture, like, found), self.machine)
+        self.runner.remove()  # what is compiled now is to know nothing of the old plan
         if self.workshop is not None and like is not None:
             self.workshop.dress(kind, like, self.machine, self.meter, self.budget, self.policy)
         kind.take_up_recording()
@@ -393,7 +391,8 @@ class MemoryJob:
         if not self._closed:
             self._closed = True
             self._hook.remove()
-            self._place(Outfit())
+            if self.workshop is not None:
+                self.workshop.clear()
             self.runner.remove()
             self.meter.uncap()  # first: what is still out comes back, however little room there was
             self.tiers.close()

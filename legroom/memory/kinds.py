@@ -17,7 +17,7 @@ from legroom.memory.builds import SAME, Pace
 from legroom.memory.plan import Plan
 from legroom.memory.profile import Capture
 from legroom.memory.script import Script
-from legroom.memory.trace import Step
+from legroom.memory.trace import ROOT, Step
 from legroom.memory.variants import with_variants
 
 WINDOW = 25
@@ -63,7 +63,8 @@ class Outfit(NamedTuple):
         counts = Counter(self.shares.values())
         mix = ", ".join(f"{n} keep {share:.0%}" for share, n in sorted(counts.items()))
         chunks = f"loss in {self.chunks} chunk{'s' * (self.chunks > 1)}" if self.chunks else ""
-        blocks = f"{len(self.shares)} blocks compiled ({mix})" if mix else ""
+        what = "the model" if ROOT in self.shares else f"{len(self.shares)} blocks"
+        blocks = f"{what} compiled ({mix})" if mix else ""
         return ", ".join(x for x in (blocks, chunks) if x)
 
 
@@ -261,7 +262,9 @@ class Kind:
         step, shares = self.plain.step, self.outfit.shares
         inside = {b for b, block in enumerate(step.blocks) if block.name in shares}
         sizes = [
-            s.num_bytes for s in step.storages if s.birth >= 0 and step.ops[s.birth].block in inside
+            s.num_bytes
+            for s in step.storages
+            if s.birth >= 0 and (ROOT in shares or step.ops[s.birth].block in inside)
         ]
         return max(sizes, default=0)
 

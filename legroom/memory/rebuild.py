@@ -86,6 +86,7 @@ class _Rewriter:
             saved=tuple(self.rows),
             blocks=tuple(self._block(b, block) for b, block in enumerate(self.step.blocks)),
             host_s=self._host_s(),
+            root=None,
         )
         stay = {i: at for i, at in self.op_at.items() if i not in self.site_of}
         return Rebuilt(step.check(), stay, self.storage_at)

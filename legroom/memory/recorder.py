@@ -329,14 +329,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow module calls while the step runs."""
         handles = [_after_forward(self._leave_module, always_call=True)]
         for module in self._model.modules():
-            handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(self.enter_module, with_kwargs=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is about to run."""
         path = self._paths.get(id(module))
         if path is None or self.paused:
             return

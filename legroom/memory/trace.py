@@ -150,6 +150,23 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
         return self.module if self.call == 0 else f"{self.module} (call {self.call + 1})"
 
 
+ROOT = ""
+"""The path of the model itself."""
+
+
+class Root(msgspec.Struct, frozen=True, kw_only=True):
+    """The one call of the model itself."""
+
+    first: int
+    last: int
+    """First and last op of its forward."""
+    back: int
+    """First op of its backward, which is all of the backward from there on."""
+    first_saved: int
+    last_saved: int
+    """Its rows of saved tensors."""
+
+
 class Step(Record, frozen=True, kw_only=True, dict=True):
     """The trace of one step: ops in order, storages, saved tensors, blocks."""
 
@@ -168,6 +185,8 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
     storages: tuple[Storage, ...]
     saved: tuple[Saved, ...]
     blocks: tuple[Block, ...] = ()
+    root: Root | None = None
+    """None where the model is called more than once, or runs builds."""
 
     @cached_property
     def ticks(self) -> tuple[int, ...]:

@@ -46,9 +46,11 @@ Found = list[tuple[float, Build]]
 """Builds with the numbers of their ways."""
 
 
-def build_ways(compiler: Compiler, module: nn.Module) -> Iterator[Way]:
+def build_ways(
+    compiler: Compiler, module: nn.Module, shares: Iterable[float] | None = None
+) -> Iterator[Way]:
     """A block compiled to keep the one share or the other; the ends first."""
-    for share in SHARES:
+    for share in SHARES if shares is None else shares:
         yield share, f"keep {share:.0%}", compiler.build(module, share)
 
 

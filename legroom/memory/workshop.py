@@ -27,8 +27,10 @@ from legroom.memory.planner import LARGE, make_plan
 from legroom.memory.profile import Capture
 from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
-from legroom.memory.trace import Step
+from legroom.memory.simulate import Simulator
+from legroom.memory.trace import ROOT, Step
 from legroom.memory.trial import SHARES, Found, Subject, build_ways, try_all
+from legroom.memory.whole import is_worth, likely_shares, with_whole
 from legroom.nn.head import Head, find_head
 
 log = logging.getLogger("legroom")
@@ -36,8 +38,11 @@ Tried = dict[tuple[str, int], Found]
 """By module and call, the builds of a block with their shares."""
 Rank = tuple[float, int]
 """Step time under a plan; without one, how many bytes are missing for it."""
-TRIAL_S = 60.0
-"""Time to try builds; what was not tried by then stays as it is."""
+TRIAL_S, WHOLE_S = 60.0, 100.0
+"""Time to try builds of blocks, and of the model as one; what was not tried by then stays as it is.
+"""
+WHOLE_ON = ("cuda",)
+"""Devices that ops wait for: there it pays to launch fewer."""
 CHUNKS = (8, 1, 32, 4, 16, 2)
 """Of the loss of a language model."""
 LOGITS = 8
@@ -80,6 +85,9 @@ class Workshop:
         self._samples: dict[str, dict[int, Sample]] = {}
         """For each signature, a call of one block of each group."""
         self._tried: dict[str, Tried] = {}
+        self._models: dict[str, Sample] = {}
+        self._wholes: dict[str, Found] = {}
+        """The same for the model itself."""
         self.head_path, self.head = _find_head(model, fused=self.compiler.backend == "inductor")
         self._losses: dict[str, Sample] = {}
         """For each signature, what the loss of a language model was given."""
@@ -88,9 +96,15 @@ class Workshop:
         allow_shapes()
 
     @contextlib.contextmanager
-    def sampling(self, step: Step) -> Iterator[None]:
-        """Note how the first block of each group is called while a step runs."""
+    def sampling(self, step: Step, given: Any = None) -> Iterator[None]:
+        """Note how the first block of each group is called while a step runs.
+
+        `given` is what the model itself is called with, where it may be compiled as one.
+        """
         samples = self._samples.setdefault(step.signature, {})
+        if given is not None and self.head is None and self.device.type in WHOLE_ON:
+            sample = Sample.take("the whole model", self.model, given, self.device)
+            self._models[step.signature] = sample
         with contextlib.ExitStack() as stack:
             for block in step.blocks:
                 if block.call == 0:
@@ -144,6 +158,20 @@ class Workshop:
                 rank = _rank(made.step, machine, budget, policy)
                 if rank < best_rank:
                     best, best_rank = self._made(captured, made, tried), rank
+        sample = self._models.pop(like.signature, None)
+        if is_worth(best.capture.step, capture.step.root, best_rank[0]):
+            started = time.perf_counter()
+            if sample is not None:
+                shares = likely_shares(Simulator(capture.step, machine), budget["device"])
+                self._wholes[like.signature] = self._try_whole(sample, shares)
+            took_s += time.perf_counter() - started
+            for share, build in self._wholes.get(like.signature, ()):
+                made = with_whole(capture.step, build.at(pace))
+                rank = _rank(made.step, machine, budget, policy)
+                if rank < best_rank:
+                    best = Made(_with_forms(captured, made), Outfit({ROOT: share}))
+                    best_rank = rank
+                    self.compiler.route(self.model)
         return best._replace(seconds=took_s, step_s=best_rank[0], missing_bytes=best_rank[1])
 
     def dress(
@@ -207,12 +235,16 @@ class Workshop:
                     shares[block.module] = number
             blocks.append(block)
         step = msgspec.structs.replace(made.step, blocks=tuple(blocks))
-        forms = {}
-        for i, form in captured.capture.forms.items():
-            if i in made.ops:
-                moved = tuple(made.storages.get(s, -1) for s in form.storages)
-                forms[made.ops[i]] = form._replace(storages=moved)
-        return Made(Capture(step, forms), Outfit(shares, chunks))
+        return Made(_with_forms(captured, made._replace(step=step)), Outfit(shares, chunks))
+
+    def _try_whole(self, sample: Sample, shares: Sequence[float]) -> Found:
+        """Builds of the model as one."""
+        log.info("compiling the model as one, to keep %s", " or ".join(f"{x:.0%}" for x in shares))
+        subject = Subject(sample, build_ways(self.compiler, self.model, shares))
+        remember = self.compiler.backend == "inductor"
+        (found,) = try_all(self.model, self.device, [subject], WHOLE_S, remember)
+        _log(sample, found)
+        return found
 
     def _tried_for(self, like: Step) -> Tried:
         """The builds of each block that was sampled, tried once for each signature."""
@@ -268,6 +300,11 @@ class Workshop:
                 options[i] = [build for _, build in found]
         return options
 
+    def clear(self) -> None:
+        """All modules as they were, for good."""
+        self.place(Outfit())
+        self.compiler.clear()
+
     def least(self) -> Outfit:
         """What needs least memory of what can be had before anything was tried."""
         return Outfit(chunks=MANY) if self.head is not None else Outfit()
@@ -281,6 +318,16 @@ class Workshop:
         if self.head is not None:
             self.head.put(outfit.chunks)
         return done and (self.head.chunks if self.head is not None else 0) == outfit.chunks
+
+
+def _with_forms(captured: Made, made: Rebuilt) -> Capture:
+    """A step with other builds, and what its eager ops look like."""
+    forms = {}
+    for i, form in captured.capture.forms.items():
+        if i in made.ops:
+            moved = tuple(made.storages.get(s, -1) for s in form.storages)
+            forms[made.ops[i]] = form._replace(storages=moved)
+    return Capture(made.step, forms)
 
 
 def _rank(step: Step, machine: Machine, budget: Mapping[str, int], policy: str) -> Rank:

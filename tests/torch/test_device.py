@@ -20,7 +20,7 @@ GIB, MIB = 1 << 30, 1 << 20
 def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMeter]:
     """A meter for CUDA where there is none: memory comes from the CPU, and is noted."""
     monkeypatch.setattr(device, "timing_event", lambda: None)
-    monkeypatch.setattr(device, "MARGIN", 0)
+    monkeypatch.setattr(device, "MOST_MARGIN", 0)
     monkeypatch.setattr(device, "WALL", 1 << 10)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)

@@ -8,7 +8,7 @@ of its forward, as an attribute of that one module, which is taken away again.
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any
 
@@ -45,6 +45,7 @@ class Compiler:
         self.backend = backend or BACKEND
         self._placed: dict[str, tuple[nn.Module, float, Forward]] = {}
         self._made: dict[tuple[nn.Module, float], Forward] = {}
+        self._routed: list[nn.Module] = []
 
     def build(self, module: nn.Module, share: float) -> Forward:
         """The module's forward, compiled to keep this share of what it could save."""
@@ -61,24 +62,57 @@ class Compiler:
         """Have the named modules run these builds, and all others as they are; whether all do."""
         for path, (module, share, build) in list(self._placed.items()):
             if shares.get(path) != share:
-                if module.__dict__.get("forward") is build:  # else the user's own is there
+                mine = module.__dict__.get("forward")
+                if isinstance(mine, Route):
+                    mine.build = None
+                elif mine is build:  # else the user's own is there
                     del module.__dict__["forward"]
                 del self._placed[path]
         for path, share in shares.items():
             module = modules[path]
             if path not in self._placed and not can_compile(module):
-                build = module.__dict__["forward"] = self.build(module, share)
+                build, mine = self.build(module, share), module.__dict__.get("forward")
+                if isinstance(mine, Route):
+                    mine.build = build
+                else:
+                    module.__dict__["forward"] = build
                 self._placed[path] = module, share, build
         return self._placed.keys() == shares.keys()
+
+    def route(self, module: nn.Module) -> None:
+        """Let builds of a module be placed while it is being called already."""
+        if not can_compile(module) and "forward" not in module.__dict__:
+            module.__dict__["forward"] = Route(module.forward)
+            self._routed.append(module)
 
     def clear(self) -> None:
         """All modules as they were."""
         self.place({}, {})
+        for module in self._routed:
+            if isinstance(module.__dict__.get("forward"), Route):
+                del module.__dict__["forward"]
+        self._routed.clear()
+
+
+class Route:
+    """In place of a module's forward while a job lasts: it runs the build there is, if any.
+
+    A module looks its forward up before its hooks are called, and those decide.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self.build: Forward | None = None
+        update_wrapper(self, forward)  # who asks for its arguments is told those
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run either."""
+        return (self.build or self._forward)(*args, **kwargs)
 
 
 def can_compile(module: nn.Module) -> str:
     """Why a module is not compiled on its own; empty if it may be."""
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], Route):
         return "its forward was replaced on the instance"
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it is compiled already"
