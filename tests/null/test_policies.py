@@ -355,3 +355,20 @@ def test_a_plan_that_is_a_little_over_is_mended_by_one_more_move() -> None:
 def moved(actions: Sequence[Action]) -> set[int]:
     """Storages that are moved."""
     return {a.storage for a in actions if isinstance(a, Move)}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_blocks_that_are_divided_at_first_get_one_variant_each(
+    quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large steps are solved: the plans keep their budgets, and move nothing that is dropped."""
+    monkeypatch.setattr("legroom.memory.policies.auto.FEW", 0)
+    made = 0
+    for seed in (29, 133, *range(12)):
+        step = random_chain(seed, most=12)
+        for share in (0.3, 0.6):
+            with contextlib.suppress(BudgetError):
+                limits = budget(step, share, host=10**6)
+                make_plan(step, machine(), limits, "auto", quick=quick)
+                made += 1
+    assert made > 10

@@ -29,11 +29,17 @@ from legroom.memory.trace import Variant
 
 ROUNDS, ENOUGH = 4, 2
 """Answers asked of the program for one share of the link before giving it up; and if one does."""
-LINK_SHARES = (0.95, 0.85, 0.7, 0.5, 0.25)
+LINK_SHARES = (0.95, 0.9, 1.0, 0.85, 0.8, 0.7, 0.6, 0.5, 0.35, 0.2)
 """How much of the links' rate the program may count on; the simulator judges which was right."""
+HASTE = 3
+"""How many of them are enough in haste."""
+FEW = 64
+"""Variants of all blocks that are so few are solved whole at once."""
 LEAST_SHARE = 20_000
 """Tensors smaller than this part of the budget are not worth a move."""
 DEADLINE_S, EXCHANGE_S = 3.0, 1.0
+Timed = tuple[float, list[Action]]
+"""A plan and how long its step takes."""
 HOST_FULL = 0.9
 """A host used to this share of its budget may have been too small for what was best."""
 
@@ -78,19 +84,11 @@ def _mix(problem: Problem) -> Choice:
     started = time.monotonic()
     least = problem.limit // LEAST_SHARE
     worth = [s for s in movable(problem) if problem.step.storages[s].num_bytes >= least]
-    program = Program(problem, worth)
-    found: list[tuple[float, list[Action]]] = []
-    many = problem.tiers() and not problem.quick
-    if problem.step.host_s and many:  # no moves at all spare the host much
-        still = problem._replace(budget={"device": problem.limit})
-        actions = _search(still, Program(still, []), LINK_SHARES[0])
-        found += [(problem.simulator.time(actions), actions)] if actions is not None else []
-    for share in LINK_SHARES if many else LINK_SHARES[:1]:
-        actions = _search(problem, program, share)
-        if actions is not None:
-            found.append((problem.simulator.time(actions), actions))
-        if time.monotonic() - started > DEADLINE_S:
-            break
+    program, late = Program(problem, worth), started + DEADLINE_S
+    found = _searched(problem, program, late)
+    if problem.step.host_s and problem.tiers() and not problem.quick:
+        still = problem._replace(budget={"device": problem.limit})  # that spares the host much
+        found += _searched(still, Program(still, []), late)
     for plain in (every_nth, swap_all):
         actions = plain(problem).actions
         if problem.keeps(actions):
@@ -106,14 +104,32 @@ def _mix(problem: Problem) -> Choice:
     return Choice(actions, _describe(actions))
 
 
-def _search(problem: Problem, program: Program, share: float) -> list[Action] | None:
+def _searched(problem: Problem, program: Program, late: float) -> list[Timed]:
+    """Plans for one share of the links after the other; for the best, with more care again."""
+    few, found = len(program.variants) <= FEW, list[tuple[float, float, list[Action]]]()
+    count = (HASTE if problem.quick else len(LINK_SHARES)) if problem.tiers() else 1
+    for share in LINK_SHARES[:count]:
+        actions = _search(problem, program, share, whole=few)
+        if actions is not None:
+            found.append((problem.simulator.time(actions), share, actions))
+        if found and time.monotonic() > late:
+            break
+    if found and not few and not problem.quick:
+        _, share, _ = min(found, key=lambda x: x[0])
+        actions = _search(problem, program, share, whole=True)
+        found += [(problem.simulator.time(actions), share, actions)] if actions is not None else []
+    return [(seconds, actions) for seconds, _, actions in found]
+
+
+def _search(problem: Problem, program: Program, share: float, whole: bool) -> list[Action] | None:
     """Ask, replay, and add what the replay found as a constraint, until an answer fits.
 
     The fastest of what was found: an answer that is a little over may be mended for less.
     """
     found: list[list[Action]] = []
+    program.forget_cuts()
     for turn in range(ROUNDS):
-        answer = program.solve(share)
+        answer = program.solve(share, whole)
         if answer is None:
             break
         actions = realise(problem, answer)

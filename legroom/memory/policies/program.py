@@ -1,4 +1,9 @@
-"""The mixed-integer program behind `auto`: variants by block, moves by storage, slots of time."""
+"""The mixed-integer program behind `auto`: variants by block, moves by storage, slots of time.
+
+Solved in whole variants it is slow to prove what it found; in shares of variants it takes a tenth
+of a second, and only a few blocks come out divided. Those are given one of their variants each, so
+that over the blocks what is dropped adds up.
+"""
 
 from dataclasses import dataclass, field
 
@@ -118,6 +123,10 @@ class Program:
             if end > start:
                 self.spots[start + int(during[start:end].argmax())] = 0
         self.replay_extra: dict[int, int] = {}
+
+    def forget_cuts(self) -> None:
+        """Demand no more than the budget itself."""
+        self.spots, self.replay_extra = dict.fromkeys(self.spots, 0), {}
 
     def cut(self, position: int, over: int) -> None:
         """The simulator found this position too high by so much: demand that much more there."""
@@ -258,17 +267,17 @@ class Program:
 
     # -- solving -----------------------------------------------------------------------------
 
-    def solve(self, share: float = 1.0) -> Answer | None:
+    def solve(self, share: float = 1.0, whole: bool = True) -> Answer | None:
         """The cheapest choice within the budget, or None if there is none.
 
-        `share` of the links' rate is counted on.
+        `share` of the links' rate is counted on; if not `whole`, variants may be divided at first.
         """
         rows = _Rows()
         self._memory_rows(rows, self.problem.limit)
         self._choice_rows(rows)
         self._link_rows(rows, share)
         self._host_rows(rows)
-        return self._run(rows, np.array(self.cost), len(self.cost))
+        return self._run(rows, np.array(self.cost), len(self.cost), whole)
 
     def smallest(self) -> list[Answer]:
         """The choice with the smallest peak, whatever it costs."""
@@ -282,7 +291,13 @@ class Program:
         answer = self._run(rows, cost, peak + 1)
         return [answer] if answer is not None else []
 
-    def _run(self, rows: _Rows, cost: "np.typing.NDArray[np.float64]", count: int) -> Answer | None:
+    def _run(
+        self,
+        rows: _Rows,
+        cost: "np.typing.NDArray[np.float64]",
+        count: int,
+        whole: bool = True,
+    ) -> Answer | None:
         at, columns, values = zip(*rows.entries, strict=True) if rows.entries else ((), (), ())
         matrix = coo_matrix((values, (at, columns)), shape=(len(rows.bounds), count)).tocsr()
         extra = count - len(self.cost)
@@ -291,18 +306,34 @@ class Program:
                 cost,
                 constraints=LinearConstraint(matrix, -np.inf, np.array(rows.bounds)),
                 bounds=Bounds(0, np.array([*self.upper, *[np.inf] * extra])),
-                integrality=np.array([*self.whole, *[False] * extra], dtype=int),
+                integrality=np.array([*self.whole, *[False] * extra], dtype=int) * whole,
                 options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
             )
         return None if found.x is None else self._answer(found.x)
 
     def _answer(self, x: "np.typing.NDArray[np.float64]") -> Answer:
-        chosen = {
-            b: self.step.blocks[b].variants[v].name
-            for (b, v), column in self.variants.items()
-            if x[column] > 0.5
+        shares: dict[int, dict[int, float]] = {}
+        for (b, v), column in self.variants.items():
+            if x[column] > 1e-6:
+                shares.setdefault(b, {})[v] = float(x[column])
+        chosen: dict[int, str] = {}
+        debt, dropped = 0.0, set[int]()
+        for b, by_variant in shares.items():
+            variants = self.step.blocks[b].variants
+            sizes = {v: float(variants[v].dropped_bytes) for v in by_variant}
+            debt += sum(share * sizes[v] for v, share in by_variant.items())
+            if sum(by_variant.values()) < 0.999:
+                sizes[-1] = 0.0  # it stays as it is
+            v = min(sizes, key=lambda v: abs(sizes[v] - debt))
+            debt -= sizes[v]
+            if v >= 0:
+                chosen[b] = variants[v].name
+                dropped.update(variants[v].drops)
+        moves = {
+            key: float(x[column])
+            for key, column in self.moves.items()
+            if x[column] > 1e-6 and key[0] not in dropped
         }
-        moves = {key: float(x[column]) for key, column in self.moves.items() if x[column] > 1e-6}
         return Answer(chosen, moves)
 
 
