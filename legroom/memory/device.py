@@ -20,10 +20,11 @@ from legroom.memory.timers import memory_reports, reports_peak, timing_event
 
 MAX_POINTS = 1500
 """Points of a measured timeline."""
-LEAST_MARGIN, MOST_MARGIN = 32 << 20, 64 << 20
+MARGIN, MOST_MARGIN = 32 << 20, 64 << 20
 """Device bytes left for small blocks and for libraries when memory is taken in advance."""
-LEAST_MARGIN_SHARE, MARGIN_SHARE = 1 / 16, 1 / 96
-"""The same, as shares of the cap: small jobs have small blocks."""
+MARGIN_SHARE, SMALL_SHARE = 1 / 96, 1 / 16
+"""Large jobs are left this share of the cap, if that is more; small ones have small blocks, and are
+left no more than that."""
 GRAIN = 20 << 20
 """The allocator takes memory by this much, and looks at the cap before it rounds up."""
 MOST_SLACK = 0.15
@@ -41,7 +42,7 @@ class Reading:
     peaks: dict[str, int]
     """Bytes by name; none if they were not taken."""
     host_s: tuple[float, float] = (0.0, 0.0)
-    """How long the host was at it, and at its first forward; 0 where it is the device itself."""
+    """How long the host was at it, and at its forward if that is one; 0 where it is not told."""
     pressed: bool = False
     """Whether allocations had to wait for cached memory to be given back: that is slow."""
 
@@ -58,7 +59,7 @@ class Meter(ABC):
     def step(
         self, model: nn.Module | None = None, *, apart: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure one step, and the first forward of a model in it.
+        """Measure one step, and the forward of a model in it.
 
         `apart`: the device is to end what it is at before.
         """
@@ -222,7 +223,7 @@ class CudaMeter(Meter):
         if watched:
             self._seen.add(self._room)
             self._asked[self._room] = asked
-        self._host_s = (time.perf_counter() - start, ends[0] - start if ends else 0.0)
+        self._host_s = (time.perf_counter() - start, ends[0] - start if len(ends) == 1 else 0.0)
         self._end.record()
 
     def last(self) -> Reading:
@@ -258,7 +259,7 @@ class CudaMeter(Meter):
         return max(int(budget * self.SLACK), min(gaps, int(budget * MOST_SLACK))) + more
 
     def _margin(self, limit: int) -> int:
-        least = min(LEAST_MARGIN, int(limit * LEAST_MARGIN_SHARE))
+        least = min(MARGIN, int(limit * SMALL_SHARE))
         return min(MOST_MARGIN, max(least, int(limit * MARGIN_SHARE)))
 
     @property

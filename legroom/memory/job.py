@@ -55,8 +55,8 @@ from legroom.memory.verify import Snapshot, Verdict, verify_step
 if TYPE_CHECKING:
     from legroom.memory.workshop import Workshop
 
-WARM, MAX_REPLANS = 2, 3
-"""Visits before a signature is recorded, and how often it is planned anew."""
+WARM, MAX_REPLANS, GIVEN_UP = 2, 3, 3
+"""Visits before a signature is recorded; most often that it is planned anew; recorded in vain."""
 
 
 def make_workshop(model: nn.Module, device: torch.device) -> "Workshop":
@@ -286,7 +286,8 @@ class MemoryJob:
 
     def _use_recording(self, kind: Kind, recorder: Recorder, timer: Any, found: int) -> None:
         self._recording = None
-        if not recorder.backward_seen:  # it was given up: the next one is recorded
+        if not recorder.backward_seen and kind.given_up < GIVEN_UP:  # then the next one is recorded
+            kind.given_up += 1
             return
         first, like = kind.capture, kind.capture.step if kind.capture is not None else None
         name_states(recorder, self.model)

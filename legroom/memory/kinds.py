@@ -123,6 +123,8 @@ class Kind:
     """The pace that was counted on when builds were chosen, and the times of ops and host then."""
     recorded: bool = False
     """Whether the trace comes from a real step."""
+    given_up: int = 0
+    """Steps that were recorded, and had no backward."""
     reference: tuple[float, float, float] | None = None
     """Time of a warm step before the recording, and how long the host was at it, and at forward."""
     replans: int = 0

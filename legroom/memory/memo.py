@@ -77,6 +77,7 @@ def describe(sample: Sample, device: torch.device) -> str:
         *sorted({_code(type(m)) for m in module.modules()}),
         repr(module),
         repr([m.training for m in module.modules()]),
+        repr([_settings(m) for m in module.modules()]),
         repr([(n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()]),
         repr([(n, b.shape, b.dtype) for n, b in module.named_buffers()]),
         repr(tree),
@@ -91,6 +92,12 @@ def _code(kind: type[nn.Module]) -> str:
         return f"{kind.__module__}.{kind.__qualname__}\n{inspect.getsource(kind)}"
     except (OSError, TypeError):  # typed in by hand
         return f"{kind.__qualname__}{ADDRESS}"
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """What was set on a module and may not show in its description."""
+    plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+    return [repr(plain), repr(getattr(module, "config", None))]
 
 
 def _leaf(leaf: Any) -> str:

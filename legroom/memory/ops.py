@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.utils.flop_counter import flop_registry
 
 
@@ -22,17 +21,6 @@ def current_node() -> int:
 def next_node() -> int:
     """The number that the next node of this thread's graph will have."""
     return int(torch._C._autograd._get_sequence_nr())
-
-
-def is_own_result(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is being saved may be what the op that saves it returns.
-
-    An op's node is made just before; one of a `Function` is made before all that its forward does.
-    """
-    node = tensor.grad_fn
-    if node is None:
-        return False
-    return node._sequence_nr() + 1 >= next_node() or isinstance(node, BackwardCFunction)
 
 
 _ALIASES = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"}

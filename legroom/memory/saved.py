@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from legroom.memory.ops import is_own_result
-
 SMALL_BYTES = 1024
 """Saved storages up to this size are left alone: handling them costs more than they hold."""
 
@@ -131,23 +129,19 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def bare(tensor: Tensor) -> Tensor:
-    """The tensor without its history, for holders that may be part of that.
+    """The tensor without its history, which may lead to who holds it: that would be for ever.
 
-    A tape or a frame is held by nodes of the graph; what it held with history would hold itself.
+    A node may save its own result; a tape or a frame is held by nodes of the graph.
     """
     if tensor.grad_fn is None:
         return tensor
-    if type(tensor) is not Tensor:
+    if type(tensor) is not Tensor or not torch._C._len_torch_dispatch_stack():
         return tensor.detach()
     with torch._C._DisableTorchDispatch():  # modes take their time
         return tensor.detach()
 
 
 def hold(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor and its version, to be held by the node that saves it alone.
-
-    With its history, as autograd does, unless the node itself is that: see `bare`.
-    """
-    if is_own_result(tensor):
-        tensor = bare(tensor)
+    """What to hold for a saved tensor that nothing is done with: it, and its version."""
+    tensor = bare(tensor)
     return tensor, tensor._version

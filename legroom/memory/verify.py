@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from math import inf, isfinite
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ Closure = Callable[[], Tensor]
 Around = Callable[[], AbstractContextManager[Any]]
 DOUBTS = 4
 """Unplanned steps more, where a plan seems not to hold: a kernel may seldom repeat itself."""
+LOSS = "the loss"
 ZERO = 1e-3
 """Gradients smaller than this share of the largest are measured by that: those that would be zero
 but for rounding, as of a bias before a norm, differ by their whole size and excuse nothing."""
@@ -124,7 +126,7 @@ def _run(
     with around():
         loss = closure()
         loss.backward()  # type: ignore[no-untyped-call]
-    found = {"the loss": loss.detach().cpu()}
+    found = {LOSS: loss.detach().cpu()}
     for name, param in model.named_parameters():
         if param.grad is not None:
             found[name] = param.grad.detach().cpu()
@@ -147,13 +149,17 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> tuple[float, str]:
     if one.keys() != two.keys():
         lost = sorted(one.keys() ^ two.keys())
-        return float("inf"), f"{lost[0]} (gradient on one side only)"
+        return inf, f"{lost[0]} (gradient on one side only)"
     tops = {key: float(a.abs().max()) for key, a in one.items() if a.numel()}
-    least = max(ZERO * max(tops.values(), default=0.0), 1e-30)
+    finite = (top for key, top in tops.items() if key != LOSS and isfinite(top))
+    least = max(ZERO * max(finite, default=0.0), 1e-30)
     worst, name = 0.0, ""
     for key, a in one.items():
         top = max(tops.get(key, 0.0), least)
-        error = float((a.double() - two[key].double()).abs().max()) / top if a.numel() else 0.0
+        if torch.equal(a, two[key]) or _same_bits(a, two[key]):
+            continue
+        error = float((a.double() - two[key].double()).abs().max()) / top
+        error = error if isfinite(error) else inf
         if error > worst:
             worst, name = error, key
     return worst, name

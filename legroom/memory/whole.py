@@ -18,7 +18,7 @@ from legroom.memory.trace import ROOT, Block, Kind, Phase, Root, Saved, Step
 
 GLUE = 0.06
 """Share of a step in builds that ops between them take, if the model may do better as one."""
-LATE = 0.6
+LATE = 0.5
 """Share of a step that its host is busy, likewise."""
 LEAST = 0.5
 """Where a build of the whole could keep no more than this, moves and mixes do better."""

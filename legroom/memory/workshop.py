@@ -159,7 +159,8 @@ class Workshop:
                 if rank < best_rank:
                     best, best_rank = self._made(captured, made, tried), rank
         sample = self._models.pop(like.signature, None)
-        if is_worth(best.capture.step, capture.step.root, best_rank[0]):
+        able = not can_compile(self.model)
+        if able and is_worth(best.capture.step, capture.step.root, best_rank[0]):
             started = time.perf_counter()
             if sample is not None:
                 shares = likely_shares(Simulator(capture.step, machine), budget["device"])

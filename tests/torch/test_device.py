@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from legroom.memory import device
 from legroom.memory.arena import Event, Placement, _missing
@@ -105,6 +106,23 @@ def test_a_room_is_made_anew_by_what_a_step_asked_for(
     with meter.step():
         pass
     assert meter.make_room(second) == second
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_the_host_is_timed_at_forward_where_there_is_one(
+    calls: int, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several, the end of the first says little; and no hook stays."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(device, "timing_event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(meter, "_count_retries", lambda: 0)
+    model = nn.Linear(2, 2)
+    with meter.step(model):
+        for _ in range(calls):
+            model(torch.ones(1, 2))
+    all_s, forward_s = meter._host_s
+    assert (0 < forward_s < all_s) if calls == 1 else forward_s == 0
+    assert not model._forward_hooks
 
 
 def test_a_step_that_breaks_teaches_nothing(

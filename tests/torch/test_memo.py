@@ -51,7 +51,9 @@ def test_another_form_is_another_trial() -> None:
     others[2].module.eval()
     frozen = sample()
     next(frozen.module.parameters()).requires_grad_(False)
-    for other in (*others, frozen):
+    set_otherwise = sample()
+    set_otherwise.module.heads = 7  # type: ignore[assignment]
+    for other in (*others, frozen, set_otherwise):
         assert describe(other, CPU) != base
 
 

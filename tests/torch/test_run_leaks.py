@@ -83,10 +83,28 @@ class Saves(nn.Module):
         return torch.relu(Exp.apply((x * self.scale).tanh().exp()))
 
 
+class Gated(nn.Module):
+    """Ops in place on a few bytes, that make nodes between their own and what they save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        gate = (x[:1, :4] * 1).cumprod_(1).pow_(self.scale[:4])
+        several = [gate * 1, gate * 2]
+        torch._foreach_sigmoid_(several)
+        return x * sum(several).mean()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("block", [Saves, Gated])
 @pytest.mark.parametrize("plan", [*PLANS, "recorded"])
-def test_a_result_that_its_own_op_saved_goes_with_the_graph(plan: str) -> None:
+def test_a_result_that_its_own_op_saved_goes_with_the_graph(
+    plan: str, block: type[nn.Module]
+) -> None:
     """Autograd gives a hook the result itself: held as it is, it would hold its own graph."""
-    rig = Rig(stack(Saves), rows())
+    rig = Rig(stack(block), rows())
     rig.install(PLANS[plan](rig.step) if plan in PLANS else [])
     recorder = Recorder(rig.model, CPU, CpuTimer()) if plan == "recorded" else None
     inputs = mark_inputs(rig)

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -68,6 +69,18 @@ def test_a_kernel_that_seldom_differs_is_not_the_plans_fault() -> None:
     assert verdict.holds and not verdict.identical and not verdict.repeatable
     assert "unplanned steps differ" in str(verdict)
     assert step.runs == 5
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6, float("inf")])
+def test_a_large_loss_makes_no_fault_of_a_gradient_small(offset: float) -> None:
+    """Gradients are measured by gradients; those of a step that does not repeat itself, too."""
+
+    class Offset(Step):
+        def __call__(self) -> Tensor:
+            return super().__call__() + offset
+
+    verdict = Offset(noise={1: 1e-6}, fault=1e-3).verify()
+    assert not verdict.holds and verdict.worst and verdict.worst_error > 1e-4
 
 
 def test_noise_excuses_no_larger_fault() -> None:

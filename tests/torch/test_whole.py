@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,9 +186,10 @@ def test_a_route_runs_the_build_that_is_there() -> None:
     route = model.__dict__["forward"]
     assert isinstance(route, Route) and route.build is not None
     torch.testing.assert_close(model(x), plain)
+    twin = copy.deepcopy(model)
+    assert twin.__dict__["forward"].build is None
     compiler.place({"": model}, {})
     assert route.build is None and model.__dict__["forward"] is route
-    twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.out.bias.add_(1)
     torch.testing.assert_close(twin(x), plain + 1)
@@ -202,3 +204,28 @@ def test_a_forward_of_the_users_own_is_left_alone() -> None:
     assert not isinstance(model.__dict__["forward"], Route)
     compiler.clear()
     assert "forward" in model.__dict__
+
+
+def test_a_forward_that_is_put_in_place_later_ends_builds_of_the_whole() -> None:
+    """The eager step is planned then: a plan for the build would exceed the budget."""
+    model, x = Glued(), torch.randn(32, 64)
+    with fitted(model, "auto", compile="blocks", budget={"device": GIB, "host": GIB}) as job:
+        for i in range(16):
+            if i == 6:
+                assert job.current is not None and set(job.current.outfit.shares) == {""}
+                model.forward = partial(type(model).forward, model)  # type: ignore[method-assign]
+            with job.step():
+                loss_of(model, x).backward()
+            model.zero_grad()
+        kind = job.current
+        assert kind is not None and kind.plan is not None and not kind.outfit.shares
+        assert not job.runner.deviation and "compiled" not in kind.plan.why
+
+
+def test_what_a_job_that_was_never_closed_left_goes_with_the_next() -> None:
+    model, first, second = Glued(), Compiler("eager"), Compiler("eager")
+    first.route(model)
+    del first
+    second.route(model)
+    second.clear()
+    assert "forward" not in model.__dict__

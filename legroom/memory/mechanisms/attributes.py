@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 INTERNAL = frozenset(nn.Module().__dict__) - {"training", "_buffers"}
 """Attributes every module has: they hold modules, parameters and hooks."""
+HOOKS = [k for k, v in nn.Module().__dict__.items() if isinstance(v, dict) and "hooks" in k]
 MAX_ITEMS = 64
 """Containers with more are tables that nobody changes in passing: a replay uses them as is."""
 MAX_DEPTH = 4
@@ -100,19 +101,28 @@ def attributes_set(
 
 @contextlib.contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put attributes, buffers and all that containers hold back after."""
+    """Put attributes, buffers, hooks and all that containers hold back after.
+
+    A forward may hang hooks on its modules once, and note in an attribute that it has.
+    """
     seen: set[int] = set()
     before = []
     for module in modules:
         own = (v for k, v in module.__dict__.items() if k not in INTERNAL and k != "_buffers")
         held = [content(v, inf, seen) for v in own]
-        before.append((module, dict(module.__dict__), dict(module._buffers), held))
+        inside = [
+            (d, dict(d))
+            for d in (module._buffers, *map(module.__dict__.get, HOOKS))
+            if d is not None
+        ]
+        before.append((module, dict(module.__dict__), inside, held))
     try:
         yield
     finally:
-        for module, attributes, buffers, held in before:
+        for module, attributes, inside, held in before:
             _replace(module.__dict__, attributes)
-            _replace(module._buffers, buffers)
+            for table, items in inside:
+                _replace(table, items)
             for one in held:
                 if isinstance(one, Content):
                     one.restore()

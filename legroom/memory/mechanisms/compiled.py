@@ -6,6 +6,7 @@ is given the class's forward, and the module as an argument. A block in use has 
 of its forward, as an attribute of that one module, which is taken away again.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
@@ -81,8 +82,9 @@ class Compiler:
 
     def route(self, module: nn.Module) -> None:
         """Let builds of a module be placed while it is being called already."""
-        if not can_compile(module) and "forward" not in module.__dict__:
-            module.__dict__["forward"] = Route(module.forward)
+        if not can_compile(module):
+            if "forward" not in module.__dict__:  # else a job before this one left its own there
+                module.__dict__["forward"] = Route(module.forward)
             self._routed.append(module)
 
     def clear(self) -> None:
@@ -104,6 +106,10 @@ class Route:
         self._forward = forward
         self.build: Forward | None = None
         update_wrapper(self, forward)  # who asks for its arguments is told those
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Route":
+        """A copy of the module is not the job's, and runs as it is."""
+        return Route(copy.deepcopy(self._forward, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run either."""

@@ -130,6 +130,11 @@ class NumpyState:
 NUMPY = NumpyState()
 
 
+_copy = ctypes.pythonapi.memmove
+"""In one go: another thread that draws meanwhile waits, unlike with `ctypes.memmove`."""
+_copy.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
+
+
 class PythonState:
     """The state of Python's shared generator as raw bytes where those can be found, else as told.
 
@@ -158,7 +163,7 @@ class PythonState:
         """Set it back."""
         if self._address:
             raw, self._of.gauss_next = state
-            ctypes.memmove(self._address, raw, self.SIZE)
+            _copy(self._address, raw, self.SIZE)
         else:
             random.setstate(state)
 

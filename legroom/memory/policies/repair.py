@@ -8,7 +8,8 @@ from legroom.memory.schedule import Want, peak_position, schedule, tighten
 from legroom.memory.trace import Variant
 
 MAX_STEPS = 48
-MOVES_TRIED = 6
+MOVES_TRIED = 8
+"""Of each tier."""
 
 
 def repair(problem: Problem, actions: list[Action]) -> list[Action] | None:
@@ -45,15 +46,14 @@ def one_more(problem: Problem, actions: list[Action]) -> list[Action] | None:
         and storages[s].num_bytes >= over
         and storages[s].release < at < problem.step.first_use(s)
     ]
+    spots.sort(key=lambda s: (storages[s].num_bytes, -problem.step.first_use(s)))
+    tries = [(s, tier) for tier in problem.tiers() for s in spots[:MOVES_TRIED]]
     found: list[list[Action]] = []
-    for tier in problem.tiers()[:1]:
-        for s in sorted(spots, key=lambda s: (storages[s].num_bytes, -problem.step.first_use(s))):
-            wants = [Want(s, tier), *(Want(m.storage, m.tier) for m in moves)]
-            planned = schedule(simulator, wants, again)
-            trial = [*others, *tighten(simulator, planned, others, problem.limit)]
-            found += [trial] if problem.keeps(trial) else []
-            if len(found) == MOVES_TRIED:
-                break
+    for s, tier in tries:
+        wants = [Want(s, tier), *(Want(m.storage, m.tier) for m in moves)]
+        planned = schedule(simulator, wants, again)
+        trial = [*others, *tighten(simulator, planned, others, problem.limit)]
+        found += [trial] if problem.keeps(trial) else []
     return min(found, key=simulator.time, default=None)
 
 
