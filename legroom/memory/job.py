@@ -151,7 +151,7 @@ class MemoryJob:
         if self.workshop is not None and kind.visits == WARM - 1 and kind.capture is not None:
             stack.enter_context(self.workshop.sampling(kind.capture.step, (args, kwargs)))
         if kind.visits < WARM or kind.recorded:
-            stack.enter_context(self.meter.step(self.model, apart=not kind.still))
+            stack.enter_context(self.meter.step(self.model, apart=kind.learning))
             stack.enter_context(self.runner.following())
             return
         timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()

@@ -219,6 +219,11 @@ class Kind:
         return f"{self.outfit}, tried in {took}; " if self.outfit.changes else ""
 
     @property
+    def learning(self) -> bool:
+        """Whether plans are made from what its steps take: it came again, and is not settled."""
+        return self.visits > 0 and not self.still
+
+    @property
     def pressed(self) -> bool:
         """Whether the plan in force leaves the allocator too little room, and should not."""
         given = self.cramped or self.placement.missing_bytes
