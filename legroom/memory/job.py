@@ -27,6 +27,7 @@ from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
 from legroom.memory.kinds import Kind, Measurement, Outfit
+from legroom.memory.mechanisms.hooks import Live
 from legroom.memory.mechanisms.states import StateKeeper
 from legroom.memory.online import make_evictor
 from legroom.memory.parking import held_fast, with_states
@@ -98,14 +99,13 @@ class MemoryJob:
         self._stack: contextlib.ExitStack | None = None
         self._recording: tuple[Recorder, CpuTimer | CudaTimer, int] | None = None
         self._busy = self._closed = self._warned = self._refused = False
-        me = weakref.ref(self)  # a copy of the model must not copy the job
+        me = weakref.WeakMethod(self._before_forward)  # the model must not hold the job
 
-        def before(mod: nn.Module, args: Any, kwargs: Any) -> None:
-            job = me()
-            if job is not None:
-                job._before_forward(mod, args, kwargs)
+        def before(*given: Any) -> None:
+            if (call := me()) is not None:
+                call(*given)
 
-        self._hook = model.register_forward_pre_hook(before, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(Live(before), with_kwargs=True)
 
     # -- steps -------------------------------------------------------------------------------
 

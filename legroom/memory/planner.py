@@ -81,7 +81,7 @@ FAR = 0.7
 LARGE = 0.05
 """A tensor of this share of the budget leaves gaps that matter: room is spared for one more."""
 LEAST_SHARE = 0.84
-"""But no more than this is spared."""
+"""Of the budget, however large it is: so much a plan may use."""
 DEAR = 1.03
 """Unless a step that leaves that room takes so many times as long."""
 

@@ -162,8 +162,8 @@ class Workshop:
         able = not can_compile(self.model)
         if able and is_worth(best.capture.step, capture.step.root, best_rank[0]):
             started = time.perf_counter()
-            if sample is not None:
-                shares = likely_shares(Simulator(capture.step, machine), budget["device"])
+            shares = likely_shares(Simulator(capture.step, machine), budget["device"])
+            if sample is not None and shares:
                 self._wholes[like.signature] = self._try_whole(sample, shares)
             took_s += time.perf_counter() - started
             for share, build in self._wholes.get(like.signature, ()):

@@ -1,9 +1,13 @@
-"""Hooks that a model hangs on its own modules in its first forward."""
+"""Hooks on models: those that a model hangs on itself, and those of a job when it is copied."""
+
+import copy
+import io
 
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+from tests.torch.nets import Mlp, rows, stack
 from tests.torch.support import fitted
 
 
@@ -22,3 +26,21 @@ def test_hidden_states_are_collected_once(policy: str) -> None:
                 out.logits.square().mean().backward()
             assert len(out.hidden_states) == config.num_hidden_layers + 1
             model.zero_grad()
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "recompute_all", "swap_all"])
+def test_a_model_can_be_saved_whole_while_a_job_is_open(policy: str) -> None:
+    """What is loaded runs as a plain model, and knows nothing of the job."""
+    model, x, file = stack(Mlp), rows(), io.BytesIO()
+    with fitted(model, policy) as job:
+        for _ in range(4):
+            with job.step():
+                model(x).sum().backward()
+            model.zero_grad()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        with job.step():
+            model(x).sum().backward()
+            torch.testing.assert_close(loaded.eval()(x), copy.deepcopy(model).eval()(x))
+        assert not job.runner.deviation

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import io
 from functools import partial
 from typing import Any
 
@@ -193,6 +194,10 @@ def test_a_route_runs_the_build_that_is_there() -> None:
     with torch.no_grad():
         twin.out.bias.add_(1)
     torch.testing.assert_close(twin(x), plain + 1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(x), plain)
     compiler.clear()
     assert "forward" not in model.__dict__
 

@@ -6,7 +6,6 @@ is given the class's forward, and the module as an argument. A block in use has 
 of its forward, as an attribute of that one module, which is taken away again.
 """
 
-import copy
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
@@ -107,9 +106,8 @@ class Route:
         self.build: Forward | None = None
         update_wrapper(self, forward)  # who asks for its arguments is told those
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Route":
-        """A copy of the module is not the job's, and runs as it is."""
-        return Route(copy.deepcopy(self._forward, memo))
+    def __reduce__(self) -> Any:
+        return Route, (self._forward,)  # a copy of the module is not the job's, and runs as it is
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run either."""

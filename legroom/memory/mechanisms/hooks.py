@@ -1,9 +1,25 @@
 """Hooks around a block's forward, inside of any the user hangs on it."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+
+class Live:
+    """A hook of a running job: in copies of its module, and in files of them, it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> None:
+        """Pass on what the hook is given."""
+        if self._call is not None:
+            self._call(*given)
+
+    def __reduce__(self) -> Any:
+        return Live, ()
 
 
 class InnerHooks:
@@ -16,7 +32,7 @@ class InnerHooks:
     def add(self, module: nn.Module, enter: Any, leave: Any) -> None:
         """Call `enter(module, args, kwargs)` before its forward, `leave()` after, come what may.
 
-        A copy of the module takes the hooks along and calls neither.
+        A copy of the module, of whatever depth, takes the hooks along and calls neither.
         """
 
         def before(mod: nn.Module, args: Any, kwargs: Any) -> None:
@@ -27,8 +43,8 @@ class InnerHooks:
             if mod is module:
                 leave()
 
-        self._watched.append((module, before, after))
-        self._handles.append(_hang(module, before, after))
+        self._watched.append((module, Live(before), Live(after)))
+        self._handles.append(_hang(*self._watched[-1]))
 
     def keep_innermost(self) -> None:
         """Hang them anew where the user has set others since: the block is its forward alone."""
