@@ -190,6 +190,8 @@ def legroom_row(job: Any, keep: str = "", stem: str = "") -> Row:
         "recompute_ms": round(both.predicted.recompute_s * 1e3, 2),
         "moved_gib": {k: round(v / GIB, 2) for k, v in both.predicted.moved_bytes.items()},
         "planning_s": round(kind.plan.planning_s, 2),
+        "stretches": len(kind.placement.stretches),
+        "host_budget_gib": round(kind.plan.budget.get("host", 0) / GIB, 1),
         "traced_ms": round(kind.capture.step.compute_s * 1e3, 2),
         "num_ops": len(kind.capture.step.ops),
         "deviation": job.runner.deviation,

@@ -24,7 +24,7 @@ SMALL_BYTES = 1 << 20
 
 NUM_SPLITS = 24
 """Ways to split the room that are tried."""
-NUM_DRAWS = 80
+NUM_DRAWS = 200
 """Ways drawn by lot, where some tensors are large."""
 MAX_STRETCHES = 16
 WALL = 2 << 20
@@ -57,10 +57,10 @@ def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placem
 
 
 def arrange(events: Sequence[Event], room: int, wall: int = 0) -> Placement:
-    """The best of some splits of a room for what comes and goes in it; each part has a wall."""
+    """The best of some splits of a room for what comes and goes in it, with walls around parts."""
     large = [event for event in events if event[2] > SMALL_BYTES]
     room = (room - _most(e for e in events if e[2] <= SMALL_BYTES)) // ROUND_BYTES * ROUND_BYTES
-    room -= wall
+    room -= 2 * wall
     over = _most(large) - room
     if over > 0:
         return Placement((room,), over)
@@ -72,6 +72,11 @@ def arrange(events: Sequence[Event], room: int, wall: int = 0) -> Placement:
         if not missing:
             break
     return best
+
+
+def suits(events: Sequence[Event], stretches: Sequence[int]) -> bool:
+    """Whether all that comes and goes finds room in these stretches."""
+    return not _missing([event for event in events if event[2] > SMALL_BYTES], stretches)
 
 
 def _splits(room: int, large: Sequence[Event], wall: int) -> Iterator[tuple[int, ...]]:

@@ -14,8 +14,8 @@ from torch import nn
 
 from legroom.core.errors import StepError
 from legroom.core.outcome import Timeline
-from legroom.memory.arena import WALL, Event, Placement, arrange
-from legroom.memory.history import recorded
+from legroom.memory.arena import Placement
+from legroom.memory.layout import Layout
 from legroom.memory.timers import memory_reports, reports_peak, timing_event
 
 MAX_POINTS = 1500
@@ -29,8 +29,6 @@ GRAIN = 20 << 20
 """The allocator takes memory by this much, and looks at the cap before it rounds up."""
 MOST_SLACK = 0.15
 """Share of a budget that may be left to the allocator, at most."""
-MOST_TIMES = 4
-"""How often one layout is made: where plans take turns, making it anew costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,6 @@ class Meter(ABC):
 
     slack = 0.0
     """Share of the budget left to what the trace does not show, beyond the allocator's overhead."""
-    watches = False
-    """Whether steps ask the allocator for more than their traces show: then one is watched."""
 
     @abstractmethod
     def step(
@@ -192,14 +188,7 @@ class CudaMeter(Meter):
         self.device = device
         self._limit = 0
         self._grows = False
-        self._walls: list[torch.Tensor] = []
-        self._room: tuple[int, ...] = ()
-        self._given: dict[tuple[int, ...], int] = {}
-        self._seen: set[tuple[int, ...]] = set()
-        """Rooms in which a step was watched, or that were made by what one asked for."""
-        self._asked: dict[tuple[int, ...], list[Event]] = {}
-        """What those steps asked for, until it is made use of."""
-        self._watched, self._mapped = False, 0
+        self.layout = Layout(device)
         self._retries = 0
         self._host_s = (0.0, 0.0)
         self._begin, self._end = timing_event(), timing_event()
@@ -212,17 +201,12 @@ class CudaMeter(Meter):
         torch.cuda.reset_peak_memory_stats(self.device)
         self._begin, self._end = timing_event(), timing_event()
         self._retries = self._count_retries()
-        watched, self._watched = self._watched, False
-        asked: list[Event] = []
         ends: list[float] = []
         noting = noting_ends(model, ends) if model is not None else contextlib.nullcontext()
         self._begin.record()
         start = time.perf_counter()
-        with noting, recorded(self.device, asked) if watched else contextlib.nullcontext():
+        with noting, self.layout.watched():
             yield
-        if watched:
-            self._seen.add(self._room)
-            self._asked[self._room] = asked
         self._host_s = (time.perf_counter() - start, ends[0] - start if len(ends) == 1 else 0.0)
         self._end.record()
 
@@ -240,7 +224,10 @@ class CudaMeter(Meter):
             "reserved": stats["reserved_bytes"]["all"]["peak"],
         }
         before, self._retries = self._retries, stats["num_alloc_retries"]
-        return Reading(seconds, peaks, self._host_s, self._retries > before)
+        pressed = self._retries > before
+        if pressed:
+            self.layout.give_up()
+        return Reading(seconds, peaks, self._host_s, pressed)
 
     def found(self) -> int:
         """Bytes allocated by this process."""
@@ -273,55 +260,10 @@ class CudaMeter(Meter):
         return self._grows
 
     def make_room(self, placement: Placement) -> Placement:
-        """Map memory for all of a step, in stretches, and leave them to the allocator.
-
-        Where traces do not show all, the first step in them is recorded, and the stretches are made
-        anew by what it really asked for, if that finds room in them.
-
-        [Note: room] A growing segment is refused at the cap as if all of a new block were new
-        memory, even where most of it is mapped already; the allocator then gives all free memory
-        back and maps it again, every step. With the whole room mapped it never has to grow.
-        """
-        placement = self._learned(placement)
-        stretches = placement.stretches
-        if self._grows and stretches not in ((), self._room):
-            times = self._given.get(stretches, 0)
-            if times < MOST_TIMES:
-                self._given[stretches] = times + 1
-                short = self._map(stretches)
-                placement = placement._replace(missing_bytes=max(short, placement.missing_bytes))
-        fresh = stretches == self._room != () and stretches not in self._seen
-        self._watched = self.watches and fresh
-        return placement
-
-    def _map(self, stretches: tuple[int, ...]) -> int:
-        """Take memory for them, the last as large as may be; by how much that is too small."""
-        self._room = stretches
-        self._walls.clear()
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved(self.device) + len(stretches) * WALL
-        last = self._limit - self._margin(self._limit) - held - sum(stretches[:-1])
-        sizes = [*stretches[:-1], last]
-        if sizes[-1] < max(sizes):  # more is held than the plan knows of
-            sizes = [sum(sizes)]
-        blocks = []
-        with contextlib.suppress(torch.OutOfMemoryError):  # others may hold the memory
-            for size in sizes:
-                blocks.append(torch.empty(max(size, 0), dtype=torch.uint8, device=self.device))
-                self._walls.append(torch.empty(WALL, dtype=torch.uint8, device=self.device))
-        self._mapped = sum(map(len, blocks)) + len(self._walls) * WALL
-        return stretches[-1] - last
-
-    def _learned(self, placement: Placement) -> Placement:
-        """The same, or what suits better what a step in it asked for."""
-        asked = self._asked.pop(placement.stretches, [])
-        if not asked:
+        """Map memory for all of a step, in stretches, and leave them to the allocator."""
+        if not self._grows:
             return placement
-        real = arrange(asked, self._mapped, WALL)
-        if real.missing_bytes:
-            return placement
-        self._seen.add(real.stretches)
-        return real
+        return self.layout.take_up(placement, self._limit - self._margin(self._limit))
 
     def _count_retries(self) -> int:
         return int(torch.cuda.memory_stats_as_nested_dict(self.device)["num_alloc_retries"])
@@ -354,9 +296,7 @@ class CudaMeter(Meter):
 
     def uncap(self) -> None:
         """Allow the whole device again."""
-        self._walls.clear()
-        self._given.clear()
-        self._room = ()
+        self.layout.forget()
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 

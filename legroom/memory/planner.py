@@ -71,7 +71,7 @@ POLICIES: Registry[Policy] = Registry("policy")
 LOSS_OPS = ("log_softmax", "nll_loss")
 SAFE = 0.88
 """Share of the budget that a plan for steps not yet measured may use."""
-SHARES = (1.0, 0.965, 0.93)
+SHARES = (1.0, 0.98, 0.965, 0.93)
 """Shares of the device's budget to plan for, until an allocator finds room for all tensors."""
 FINE_SHARES = (1.0, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93)
 FEW_OPS = 300
@@ -79,11 +79,7 @@ FEW_OPS = 300
 FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
 LARGE = 0.05
-"""A tensor of this share of the budget leaves gaps that matter: room is spared for one more."""
-LEAST_SHARE = 0.84
-"""Of the budget, however large it is: so much a plan may use."""
-DEAR = 1.03
-"""Unless a step that leaves that room takes so many times as long."""
+"""A tensor of this share of the budget leaves gaps that matter."""
 
 
 def make_plan(
@@ -173,57 +169,34 @@ def make_placed_plan(
 ) -> tuple[Plan, Placement]:
     """A plan whose tensors find room in the device's budget as its allocator places them.
 
-    Large ones may come and go a little earlier or later than foreseen, so one more should find
-    room. Where none does, the allocator has to tidy up in mid-step, which is slow and may fail: the
-    plan that comes closest is taken. Where it cannot be helped (`places` is False), or has room in
+    Where none does, the allocator has to tidy up in mid-step, which is slow and may fail: the plan
+    that comes closest is taken. Where it cannot be helped (`places` is False), or has room in
     plenty, nothing is placed.
     """
     if not places:
         return make_plan(step, machine, budget, policy, lossy=lossy), NOWHERE
     limit, simulator = budget["device"], Simulator(step, machine)
-    spare, make = spared_bytes(step, limit), partial(make_plan, step, machine, lossy=lossy)
-    shares: tuple[float, ...] = SHARES if len(step.ops) > FEW_OPS else FINE_SHARES
-    if spare:  # no plan that fills more than what one leaves can leave one
-        first, leaves = SHARES[1], max(1 - spare / limit, LEAST_SHARE)
-        shares = (first, (first + leaves) / 2, leaves, max(leaves - 0.03, LEAST_SHARE))
-    found: list[_Placed] = []
-    for share in dict.fromkeys(shares):
-        tight = {**budget, "device": int(limit * share)}
+    make = partial(make_plan, step, machine, policy=policy, lossy=lossy)
+    found: list[tuple[Plan, Placement]] = []
+    for share in SHARES if len(step.ops) > FEW_OPS else FINE_SHARES:
         try:
-            plan = make(tight, policy)
+            plan = make({**budget, "device": int(limit * share)})
         except BudgetError:
-            break
+            if found:
+                break
+            raise
         if plan.predicted.device_bytes < FAR * limit:
             return plan, NOWHERE
-        fits = [one.plan.predicted.step_s for one in found if not one.missing[0]]
-        if fits and plan.predicted.step_s > DEAR * min(fits):
+        found.append((plan, place(simulator, plan.actions, limit)))
+        if not found[-1][1].missing_bytes:
             break
-        found.append(_place(simulator, plan, limit, spare))
-        if not any(found[-1].missing):
-            break
-    if not found:
-        found.append(_place(simulator, make(budget, policy), limit, spare))
-    best = min(found, key=lambda one: one.missing)
-    return best.plan, best.placement
+    return min(found, key=lambda one: one[1].missing_bytes)
 
 
 def spared_bytes(step: Step, limit: int) -> int:
     """The largest tensor, where that is large beside the budget; else nothing."""
     largest = max((s.num_bytes for s in step.storages if s.birth >= 0), default=0)
     return largest if largest >= LARGE * limit else 0
-
-
-class _Placed(NamedTuple):
-    plan: Plan
-    placement: Placement
-    missing: tuple[int, int]
-    """By how much the room is too small, as it is and with some spared."""
-
-
-def _place(simulator: Simulator, plan: Plan, limit: int, spare: int) -> _Placed:
-    placed = place(simulator, plan.actions, limit)
-    less = place(simulator, plan.actions, limit - spare) if spare else placed
-    return _Placed(plan, placed, (placed.missing_bytes, less.missing_bytes))
 
 
 def budget_error(plan: Plan, step: Step, tier: str) -> BudgetError:

@@ -6,6 +6,7 @@ clock gives the time, and the profiler's memory reports, which carry the same cl
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +18,11 @@ from legroom.core.quiet import silenced
 from legroom.memory.recorder import RawOp
 
 CYCLES_PER_S = 2e9
-SLEEP_CYCLES = 120_000_000
-"""About 60 ms: longer than the host needs to enqueue a batch of recorded ops."""
-BATCH_OPS = 64
+"""No card has a faster clock."""
+SLEEP_S, AWAKE_S = 60e-3, 40e-3
+"""How long the device is put to sleep, and after how long it is again: the host may be at one op
+for the time between before the device can wake in it."""
+LONGEST_SLEEP_S = 0.5
 
 
 def timing_event() -> torch.cuda.Event:
@@ -27,22 +30,30 @@ def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+def put_to_sleep(seconds: float) -> None:
+    """Have the device do nothing for at least so long."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_S))  # type: ignore[no-untyped-call]
+
+
 class CudaTimer:
     """Events around each op; scratch from the allocator's own peak.
 
-    The device is put to sleep before each batch of ops, so that they are all enqueued when it
-    wakes and run back to back: else a short op would be charged for the host's own pace.
+    The device is put to sleep again before it can wake, so that ops are all enqueued when it does
+    and run back to back: else a short op would be charged for the host's own pace.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._slept_at = -math.inf
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._scratch: list[int] = []
 
     def start(self) -> None:
         """An op is about to run."""
-        if len(self._events) % BATCH_OPS == 0:
-            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        now = time.perf_counter()
+        if now - self._slept_at > AWAKE_S:
+            self._slept_at = now
+            put_to_sleep(SLEEP_S)
         torch.cuda.reset_peak_memory_stats(self.device)
         begin = timing_event()
         self._events.append((begin, timing_event()))
@@ -173,8 +184,7 @@ class CudaClock(CpuClock):
     def __init__(self, host_s: float) -> None:
         super().__init__()
         self._events: list[torch.cuda.Event] = []
-        cycles = min(int(1.5 * host_s * CYCLES_PER_S), SLEEP_CYCLES)
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        put_to_sleep(min(1.5 * host_s, LONGEST_SLEEP_S))
 
     def mark(self) -> None:
         """Now, for both."""

@@ -190,7 +190,7 @@ class Workshop:
         make = partial(self.make, plain, like, machine, policy=policy)
         best = make(meter.usable(budget))
         kind.wear(best)
-        slack, meter.watches = meter.slack, True
+        slack = meter.slack
         for share in GAPS if best.outfit.shares else ():
             if not meter.leave(int(share * kind.unseen_bytes), budget["device"]):
                 return

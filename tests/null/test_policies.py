@@ -248,28 +248,9 @@ def test_a_plan_that_finds_no_room_for_all_is_the_one_that_comes_closest(
         return Placement((limit,), max(1, peak - int(0.9 * limit)))
 
     monkeypatch.setattr("legroom.memory.planner.place", place)
-    monkeypatch.setattr("legroom.memory.planner.LARGE", 1.0)
     plan, placed = make_placed_plan(step, machine(), budget(step, 0.5), "auto")
     assert len(set(asked)) > 1 and plan.predicted.device_bytes == min(asked)
     assert placed.missing_bytes
-
-
-def test_room_is_spared_where_one_tensor_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may come a little earlier than foreseen; unless a step with that room is much slower."""
-    step, asked = chain(40, [2048] + [512] * 39, output_bytes=16), []
-
-    def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
-        asked.append(limit)
-        return Placement((limit,), max(0, simulator.shape(actions).peak - limit))
-
-    monkeypatch.setattr("legroom.memory.planner.place", place)
-    limits = budget(step, 0.8)
-    plan, placed = make_placed_plan(step, machine(), limits, "auto")
-    assert plan.predicted.device_bytes <= limits["device"] - 2048 and not placed.missing_bytes
-    assert {limits["device"], limits["device"] - 2048} == set(asked)
-    monkeypatch.setattr("legroom.memory.planner.DEAR", 1.0)
-    near, _ = make_placed_plan(step, machine(), limits, "auto")
-    assert near.predicted.step_s < plan.predicted.step_s
 
 
 def test_a_first_plan_leaves_a_gap_for_a_large_tensor() -> None:

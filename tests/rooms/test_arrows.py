@@ -24,6 +24,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/fake.py",
     "legroom/memory/forecast.py",
     "legroom/memory/history.py",
+    "legroom/memory/layout.py",
     "legroom/memory/job.py",
     "legroom/memory/calibrate.py",
     "legroom/memory/escape.py",

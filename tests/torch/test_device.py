@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from legroom.memory import device
+from legroom.memory import device, layout
 from legroom.memory.arena import Event, Placement, _missing
-from legroom.memory.device import GRAIN, MOST_TIMES, CudaMeter
+from legroom.memory.device import GRAIN, CudaMeter
 from legroom.memory.history import events_of
+from legroom.memory.layout import LASTING, MOST_TIMES
 from legroom.memory.relief import PRESSED
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -22,15 +23,16 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMeter]:
     """A meter for CUDA where there is none: memory comes from the CPU, and is noted."""
     monkeypatch.setattr(device, "timing_event", lambda: None)
     monkeypatch.setattr(device, "MOST_MARGIN", 0)
-    monkeypatch.setattr(device, "WALL", 1 << 10)
+    monkeypatch.setattr(layout, "WALL", 1 << 10)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(
         torch.cuda, "memory_stats_as_nested_dict", lambda _: {"num_alloc_retries": 0}
     )
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
     meter = CudaMeter(torch.device("cpu"))
-    meter._grows, meter._limit, meter.watches = True, 1 << 20, True
+    meter._grows, meter._limit = True, 1 << 20
     yield meter
 
 
@@ -54,7 +56,7 @@ def test_a_layout_that_was_left_is_made_again(
 ) -> None:
     """Going back to an earlier plan needs its layout back: others have taken its place."""
     one, two = (1 << 10, 1 << 16), (1 << 12, 1 << 17)
-    assert made(meter, one, monkeypatch) == 4, "two stretches and two walls"
+    assert made(meter, one, monkeypatch) == 6, "all, two stretches and three walls"
     assert made(meter, one, monkeypatch) == 0, "it is there"
     assert made(meter, (), monkeypatch) == 0, "a plan that asks for none leaves it be"
     assert made(meter, two, monkeypatch) and made(meter, one, monkeypatch)
@@ -71,13 +73,24 @@ def test_plans_that_take_turns_leave_the_layout_be(
     assert sum(count > 0 for count in counts) == 2 * MOST_TIMES
 
 
+def test_a_layout_that_served_for_long_is_made_again_however_often(
+    meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation between two epochs may press the allocator, which then gives all back."""
+    stretches = (1 << 10, 1 << 16)
+    for _ in range(3 * MOST_TIMES):
+        assert made(meter, stretches, monkeypatch)
+        assert not any(made(meter, stretches, monkeypatch) for _ in range(LASTING))
+        meter.layout.give_up()
+
+
 def test_a_room_is_made_anew_by_what_a_step_asked_for(
     meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where that finds room in it; the second room is the last."""
-    monkeypatch.setattr(device, "recorded", lambda _, into: history(into))
+    monkeypatch.setattr(layout, "recorded", lambda _, into: history(into))
     room = 60 << 20
-    meter._limit = room + device.WALL
+    meter._limit = room + 2 * layout.WALL
     part = room // 10
     # Two large ones with a small one between, over and over: in one stretch it splits the gap.
     asked = []
@@ -131,11 +144,11 @@ def test_a_step_that_breaks_teaches_nothing(
     """What it asked for is not all."""
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(device, "timing_event", lambda: SimpleNamespace(record=lambda: None))
-    monkeypatch.setattr(device, "recorded", lambda _, into: contextlib.nullcontext(into.append(0)))
+    monkeypatch.setattr(layout, "recorded", lambda _, into: contextlib.nullcontext(into.append(0)))
     first = meter.make_room(Placement((1 << 10, 1 << 16), 0))
     with pytest.raises(ValueError), meter.step():
         raise ValueError
-    assert not meter._asked and meter.make_room(first) == first
+    assert not meter.layout._asked and meter.make_room(first) == first
 
 
 def test_blocks_are_followed_from_taking_to_giving() -> None:
@@ -171,7 +184,7 @@ def test_a_step_of_another_kind_teaches_this_one_nothing(
     monkeypatch.setattr(device, "timing_event", lambda: SimpleNamespace(record=lambda: None))
     seen: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        device, "recorded", lambda *_: contextlib.nullcontext(seen.append(meter._room))
+        layout, "recorded", lambda *_: contextlib.nullcontext(seen.append(meter.layout.stretches))
     )
     one, other = Placement((1 << 10, 1 << 16), 0), Placement((), 0)
     for placement in (one, other, other, one):
@@ -196,6 +209,7 @@ def test_the_room_that_plans_reckon_with_can_be_had(
     meter._grows, meter._limit = True, budget - GRAIN
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: static)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: static)
     taken: list[int] = []
 
     def take(size: int, **_: object) -> range:
@@ -203,19 +217,20 @@ def test_the_room_that_plans_reckon_with_can_be_had(
         return range(size)
 
     monkeypatch.setattr(torch, "empty", take)
-    room = meter.usable({"device": budget})["device"] - static - count * device.WALL
+    room = meter.usable({"device": budget})["device"] - static - (count + 1) * layout.WALL
     part = room // (2 * count)
     stretches = (*[part] * (count - 1), room - part * (count - 1))
     assert meter.make_room(Placement(stretches, 0)).missing_bytes == 0
-    assert sum(taken) + static < meter._limit
-    assert max(taken) >= stretches[-1]
+    whole, *parts = taken
+    assert whole == sum(parts) and whole + static < meter._limit
+    assert max(parts) >= stretches[-1]
 
 
 def test_a_room_that_cannot_be_had_is_told(meter: CudaMeter) -> None:
     """More may be held than the plan knows of; by how much it is too small."""
     meter._limit = (1 << 16) + (1 << 10)
     found = meter.make_room(Placement((1 << 10, 1 << 16), 0))
-    assert found.missing_bytes == (1 << 10) + 2 * device.WALL - (1 << 10)
+    assert found.missing_bytes == 3 * layout.WALL
 
 
 @pytest.mark.parametrize("budget", [471 * MIB, 4 * GIB, 80 * GIB])

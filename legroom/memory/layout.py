@@ -1,0 +1,130 @@
+"""Layout: device memory mapped for a whole step, in stretches that the allocator does not merge.
+
+[Note: walls] Stretches lie one after the other, with small blocks around them that stay. The
+allocator gives a block the smallest gap that fits, so a wall would lie in any gap that weights or
+states left, and part nothing. So those gaps are filled first, all room is taken as one block and
+given back, and stretches and walls are then cut from that in turn, it being the only gap there is.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from legroom.memory.arena import ROUND_BYTES, WALL, Event, Placement, arrange, suits
+from legroom.memory.history import recorded
+
+MOST_TIMES = 4
+"""How often one layout is made: where plans take turns, making it anew costs more than it saves."""
+LASTING = 16
+"""Unless the one before it has served for so many steps."""
+
+
+class Layout:
+    """The stretches that one device's memory is in now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stretches: tuple[int, ...] = ()
+        self._mapped = 0
+        self._walls: list[torch.Tensor] = []
+        self._given: dict[tuple[int, ...], int] = {}
+        self._seen: set[tuple[int, ...]] = set()
+        """Those in which a step was watched, or that were made by what one asked for."""
+        self._asked: dict[tuple[int, ...], list[Event]] = {}
+        """What those steps asked for, until it is made use of."""
+        self._watches = False
+        self._served = 0
+        """Steps since it was made."""
+
+    def take_up(self, placement: Placement, limit: int) -> Placement:
+        """Have memory lie as a placement wants it, where that wants anything, up to a limit.
+
+        The first step in it is watched, and if what that asked for finds no room in it but does in
+        another, that is made. What the placement is from now on.
+
+        [Note: room] A growing segment is refused at the cap as if all of a new block were new
+        memory, even where most of it is mapped already; the allocator then gives all free memory
+        back and maps it again, every step. With the whole room mapped it never has to grow.
+        """
+        placement = self._learned(placement)
+        stretches = placement.stretches
+        if stretches == self.stretches:
+            self._served += 1
+        elif stretches:
+            if self._served >= LASTING:
+                self._given.clear()
+            self._served, times = 0, self._given.get(stretches, 0)
+            if times < MOST_TIMES:
+                self._given[stretches] = times + 1
+                short = self._map(stretches, limit)
+                placement = placement._replace(missing_bytes=max(short, placement.missing_bytes))
+        self._watches = stretches == self.stretches != () and stretches not in self._seen
+        return placement
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what the step in here asks for, if it is the first in its layout."""
+        watches, self._watches = self._watches, False
+        if not watches:
+            yield
+            return
+        asked: list[Event] = []
+        with recorded(self.device, asked):
+            yield
+        self._seen.add(self.stretches)
+        self._asked[self.stretches] = asked
+
+    def give_up(self) -> None:
+        """The allocator has given its free memory back, or others are free to take it."""
+        self._walls.clear()
+        self.stretches = ()
+
+    def forget(self) -> None:
+        """As before the first."""
+        self.give_up()
+        self._given.clear()
+
+    def _learned(self, placement: Placement) -> Placement:
+        """The same, or what suits better what a step in it asked for."""
+        asked = self._asked.pop(placement.stretches, [])
+        if not asked or suits(asked, placement.stretches):
+            return placement
+        real = arrange(asked, self._mapped, WALL)
+        if real.missing_bytes:
+            return placement
+        self._seen.add(real.stretches)
+        return real
+
+    def _map(self, stretches: tuple[int, ...], limit: int) -> int:
+        """Take memory for them, the last as large as may be; by how much that is too small."""
+        self.give_up()
+        self.stretches = stretches
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved(self.device) + (len(stretches) + 1) * WALL
+        last = limit - held - sum(stretches[:-1])
+        sizes = [*stretches[:-1], last // ROUND_BYTES * ROUND_BYTES]
+        if sizes[-1] < max(sizes):  # more is held than the plan knows of
+            sizes = [max(sum(sizes), 0)]
+        self._mapped = sum(sizes) + (len(sizes) + 1) * WALL
+        blocks: list[torch.Tensor] = []
+        with contextlib.suppress(torch.OutOfMemoryError):  # others may hold the memory
+            self._fill_gaps(blocks)
+            self._take(self._mapped)
+            self._walls.append(self._take(WALL))
+            for size in sizes:
+                blocks.append(self._take(size))
+                self._walls.append(self._take(WALL))
+        return stretches[-1] - last
+
+    def _fill_gaps(self, blocks: list[torch.Tensor]) -> None:
+        """Take all gaps that a wall could lie in; see [Note: walls]."""
+        held = torch.cuda.memory_reserved(self.device)
+        for _ in range((held - torch.cuda.memory_allocated(self.device)) // WALL):
+            blocks.append(self._take(WALL))
+            if torch.cuda.memory_reserved(self.device) > held:  # there was none left
+                blocks.pop()
+                return torch.cuda.empty_cache()
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -1,0 +1,91 @@
+"""Stretches of device memory are apart, however the allocator's gaps lie."""
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from legroom.memory import layout
+from legroom.memory.arena import Placement
+from legroom.memory.layout import Layout
+
+WALL, LIMIT, PAGE = 1 << 10, 1 << 20, 1 << 13
+
+
+class Block:
+    """Memory of an allocator; given back with its last name."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.address, self.size = address, size
+
+
+class Allocator:
+    """Gives each block the smallest gap that fits, as CUDA's does, and grows by pages."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, int] = {}
+        self.end = 0
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """(size, address), smallest first."""
+        found, last = [], 0
+        for address, size in [*sorted(self.live.items()), (self.end, 0)]:
+            found += [(address - last, last)] if address > last else []
+            last = address + size
+        return sorted(found)
+
+    def take(self, size: int, **_: object) -> Block:
+        """A block of this size."""
+        address = next((a for gap, a in self.gaps if gap >= size), None)
+        if address is None:
+            address = max((a + n for a, n in self.live.items()), default=0)
+            self.end = -(-(address + size) // PAGE) * PAGE
+        self.live[address] = size
+        block = Block(address, size)
+        weakref.finalize(block, self.live.pop, address)
+        return block
+
+    def tidy(self) -> None:
+        """Give back what lies free at the end."""
+        last = max((a + n for a, n in self.live.items()), default=0)
+        self.end = -(-last // PAGE) * PAGE
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+    """In place of CUDA's."""
+    allocator = Allocator()
+    monkeypatch.setattr(layout, "WALL", WALL)
+    monkeypatch.setattr(torch, "empty", allocator.take)
+    monkeypatch.setattr(torch.cuda, "empty_cache", allocator.tidy)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: allocator.end)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: sum(allocator.live.values()))
+    yield allocator
+
+
+@pytest.mark.parametrize("gaps", [(), (WALL,), (WALL, 3 * WALL, 512, 7 * WALL), (5 * WALL,) * 30])
+def test_walls_part_the_stretches(gaps: tuple[int, ...], allocator: Allocator) -> None:
+    """Also where weights have left gaps that a wall would fit in."""
+    held = [(allocator.take(2 * WALL), allocator.take(gap)) for gap in gaps]
+    weights = [weight for weight, _ in held]
+    weights.append(allocator.take(2 * WALL))
+    del held
+    before = dict(allocator.live)
+    room = Layout(torch.device("cpu"))
+    stretches = (20 * WALL, 40 * WALL, 100 * WALL)
+    assert room.take_up(Placement(stretches, 0), LIMIT).missing_bytes == 0
+    assert [size for a, size in allocator.live.items() if a not in before] == [WALL] * 4
+    large = [size for size, _ in allocator.gaps if size > max([PAGE, *gaps])]
+    *first, last = large
+    assert first == [*stretches[:-1]] and last >= stretches[-1]
+    assert allocator.end <= LIMIT
+
+
+def test_giving_a_layout_up_leaves_one_gap(allocator: Allocator) -> None:
+    """Walls would part what the allocator maps anew."""
+    room = Layout(torch.device("cpu"))
+    room.take_up(Placement((20 * WALL, 100 * WALL), 0), LIMIT)
+    room.give_up()
+    assert not allocator.live and len(allocator.gaps) == 1
