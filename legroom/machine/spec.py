@@ -83,6 +83,14 @@ class Machine(Record, frozen=True, kw_only=True):
             return tuple(x for x in hops if x), tuple(x for x in home if x)
         return None
 
+    def with_links(self, share: float) -> Self:
+        """The same with links at this share of their rate."""
+        links = tuple(
+            msgspec.structs.replace(x, bytes_per_s=share * x.bytes_per_s) for x in self.links
+        )
+        duplex = {root: share * rate for root, rate in self.duplex.items()}
+        return msgspec.structs.replace(self, links=links, duplex=duplex)
+
     def rate(self, dtype: str) -> float:
         """Matrix rate for a dtype; the float32 rate when that one is not known."""
         return self.matrix_flops.get(dtype, self.matrix_flops["float32"])

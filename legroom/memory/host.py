@@ -33,8 +33,13 @@ BACKWARD = 2.0
 """An op in backward takes the host this much longer than one in forward."""
 LEAST_OWN = 0.3
 """Share of the host's time that is the step's own, however much its actions are thought to take."""
-CAUTION = 1.4
-"""A host has bad moments, and a plan that leaves it no time to spare is slow in each of them."""
+CAUTION, BOLD = 1.4, 1.1
+"""A host has bad moments, and a plan that leaves it no time to spare is slow in each of them; how
+many times as long as usual it may take in a plan, and in one that is tried after that."""
+GAIN = 0.01
+"""Share of a step's time that the bolder one has to promise."""
+BUSY = 0.3
+"""A host at work for this share of a step, unplanned, matters to its plans."""
 
 Work = list[tuple[int, float]]
 """Positions, and how long the host is busy there."""

@@ -26,6 +26,7 @@ from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
+from legroom.memory.host import BOLD, CAUTION, GAIN
 from legroom.memory.kinds import Kind, Measurement, Outfit
 from legroom.memory.mechanisms.hooks import Live
 from legroom.memory.mechanisms.states import StateKeeper
@@ -51,7 +52,7 @@ from legroom.memory.signature import Signer
 from legroom.memory.tiers import Tiers
 from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.trace import Step
-from legroom.memory.verify import Snapshot, Verdict, verify_step
+from legroom.memory.verify import Verdict, settle, verify_step
 
 if TYPE_CHECKING:
     from legroom.memory.workshop import Workshop
@@ -210,12 +211,16 @@ class MemoryJob:
         step = with_states(with_others(capture, *sizes).step, like)
         return capture._replace(step=held_fast(step, self.states.names))
 
-    def _plan(self, kind: Kind) -> None:
+    def _plan(self, kind: Kind, least_gain: float = 0.0) -> None:
+        """Make a plan, and have it in force if it is faster than what was measured, by a share."""
         assert kind.capture is not None
         budget, step, old = self.planning_budget(), kind.capture.step, kind.plan
-        plan, kind.placement = make_placed_plan(
-            step, self.machine, budget, self.policy, lossy=self.lossy, places=self.meter.places
-        )
+        make = partial(make_placed_plan, lossy=self.lossy, places=self.meter.places)
+        caution = BOLD if kind.bold else CAUTION
+        plan, placement = make(step, self.machine, budget, self.policy, caution=caution)
+        if least_gain and plan.predicted.step_s > (1 - least_gain) * kind.step_s:
+            return
+        kind.placement = placement
         kind.plan = msgspec.structs.replace(plan, why=kind.compiled + plan.why)
         kind.script = Script(step, kind.plan, kind.capture.forms)
         if old is None or kind.plan.actions != old.actions:
@@ -328,7 +333,8 @@ class MemoryJob:
         pressed, slack = kind.pressed, self.meter.slack
         roomier = pressed and self.meter.give_way(PRESSED)
         expected = as_predicted(kind)
-        kind.still = not roomier and (pressed or expected or kind.replans >= MAX_REPLANS)
+        tried = kind.bold or kind.replans >= MAX_REPLANS
+        kind.still = not roomier and (pressed or expected or tried)
         if not pressed and not expected:
             self.machine = learn(kind, self.machine)
         learned, outfit = kind.capture, kind.outfit
@@ -337,6 +343,8 @@ class MemoryJob:
             kind.cramped |= pressed
             if put_back or not expected:
                 foresee(kind, learned if kind.outfit == outfit else kind.capture, self.machine)
+            elif not pressed and not kind.bold:
+                self._plan_boldly(kind)
             return
         kind.replans, kind.presses = kind.replans + (not pressed), 0
         force = kind.force
@@ -348,6 +356,13 @@ class MemoryJob:
             kind.put_back(force)
             self.meter.slack, kind.cramped = slack, kind.cramped or roomier
 
+    def _plan_boldly(self, kind: Kind) -> None:
+        """Try a plan that leaves a busy host less time to spare; the faster of both stays."""
+        kind.bold, settled = True, kind.plan
+        if kind.has_busy_host:
+            self._plan(kind, GAIN)
+        kind.still = kind.plan is settled
+
     # -- verify and close --------------------------------------------------------------------
 
     def verify(self, closure: Callable[[], Tensor]) -> Verdict:
@@ -358,28 +373,13 @@ class MemoryJob:
         warned, self._warned = self._warned, True
         self.meter.uncap()
         try:
-            self._settle(closure)
+            settle(self.model, self.device, closure, self.step, lambda: self.current)
             assert self.current is not None and self.current.plan is not None
             exact = self.current.plan.exact and not self.current.outfit.changes
             return verify_step(self.model, self.device, closure, self.step, exact_plan=exact)
         finally:
             self._warned = warned
             self.meter.cap(self.budget["device"])
-
-    def _settle(self, closure: Callable[[], Tensor]) -> None:
-        """Run the step until its plan comes from a recording; states are left as found."""
-        keep = Snapshot(self.model, self.device)
-        try:
-            while self.current is None or not self.current.recorded:
-                keep.restore()
-                for param in self.model.parameters():
-                    param.grad = None
-                with self.step():
-                    closure().backward()  # type: ignore[no-untyped-call]
-                if self.current is None:
-                    raise StepError("the closure ran no forward of the fitted model")
-        finally:
-            keep.restore()
 
     def __enter__(self) -> Self:
         return self

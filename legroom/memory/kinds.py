@@ -14,6 +14,7 @@ from legroom.core.units import format_seconds
 from legroom.memory.actions import Action
 from legroom.memory.arena import NOWHERE, Placement
 from legroom.memory.builds import SAME, Pace
+from legroom.memory.host import BUSY
 from legroom.memory.plan import Plan
 from legroom.memory.profile import Capture
 from legroom.memory.script import Script
@@ -130,6 +131,8 @@ class Kind:
     replans: int = 0
     still: bool = False
     """No more plans are made."""
+    bold: bool = False
+    """Its plans leave the host little time to spare."""
     best: "Best | None" = None
     """The best plan so far."""
     lessons: list[tuple[tuple[Action, ...], float]] = field(default_factory=list)
@@ -203,7 +206,7 @@ class Kind:
 
     def take_up_recording(self) -> None:
         """The trace comes from a real step from now on."""
-        self.recorded, self.best = True, None
+        self.recorded, self.bold, self.best = True, False, None
         self.lessons.clear()
         self.start_anew()
 
@@ -217,6 +220,12 @@ class Kind:
         """Which builds run, in words; empty where all is eager."""
         took = format_seconds(self.compile_s)
         return f"{self.outfit}, tried in {took}; " if self.outfit.changes else ""
+
+    @property
+    def has_busy_host(self) -> bool:
+        """Whether the host is a matter to its plans."""
+        step = self.capture.step if self.capture is not None else None
+        return step is not None and step.host_s > BUSY * step.compute_s
 
     @property
     def learning(self) -> bool:

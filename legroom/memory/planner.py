@@ -76,6 +76,9 @@ SHARES = (1.0, 0.98, 0.965, 0.93)
 FINE_SHARES = (1.0, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93)
 FEW_OPS = 300
 """The finer shares are for steps that are planned in no time."""
+LINK_SHARE = 0.88
+"""Of the rate of each link, a plan counts on this: copies wait for each other and for the host, and
+a plan that leaves a link no time to spare waits for every late one."""
 FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
 LARGE = 0.05
@@ -90,8 +93,11 @@ def make_plan(
     *,
     lossy: bool = False,
     quick: bool = False,
+    caution: float = CAUTION,
 ) -> Plan:
     """Let a policy choose, replay its choice, and return the plan.
+
+    It chooses for a host that takes `caution` times as long as usual, and for slower links.
 
     Raises BudgetError when the plan does not keep the budget of some tier, UnknownName for a
     policy that does not exist.
@@ -100,7 +106,7 @@ def make_plan(
 
     choose = POLICIES[policy]
     started = time.perf_counter()
-    careful = Simulator(step, machine, host_pace=CAUTION)
+    careful = Simulator(step, machine.with_links(LINK_SHARE), host_pace=caution)
     choice = choose(Problem(careful, dict(budget), lossy, quick))
     outcome = Simulator(step, machine).run(choice.actions, policy)
     plan = Plan(
@@ -166,6 +172,7 @@ def make_placed_plan(
     *,
     lossy: bool = False,
     places: bool = True,
+    caution: float = CAUTION,
 ) -> tuple[Plan, Placement]:
     """A plan whose tensors find room in the device's budget as its allocator places them.
 
@@ -174,9 +181,9 @@ def make_placed_plan(
     plenty, nothing is placed.
     """
     if not places:
-        return make_plan(step, machine, budget, policy, lossy=lossy), NOWHERE
+        return make_plan(step, machine, budget, policy, lossy=lossy, caution=caution), NOWHERE
     limit, simulator = budget["device"], Simulator(step, machine)
-    make = partial(make_plan, step, machine, policy=policy, lossy=lossy)
+    make = partial(make_plan, step, machine, policy=policy, lossy=lossy, caution=caution)
     found: list[tuple[Plan, Placement]] = []
     for share in SHARES if len(step.ops) > FEW_OPS else FINE_SHARES:
         try:

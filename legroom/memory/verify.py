@@ -9,6 +9,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from legroom.core.errors import StepError
+from legroom.memory.kinds import Kind
 from legroom.memory.mechanisms.recompute import RandomState
 
 Closure = Callable[[], Tensor]
@@ -163,3 +165,25 @@ def _distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> tuple[float, st
         if error > worst:
             worst, name = error, key
     return worst, name
+
+
+def settle(
+    model: nn.Module,
+    device: torch.device,
+    closure: Closure,
+    step: Around,
+    current: Callable[[], Kind | None],
+) -> None:
+    """Run the step until its plan comes from a recording; states are left as found."""
+    keep = Snapshot(model, device)
+    try:
+        while (kind := current()) is None or not kind.recorded:
+            keep.restore()
+            for param in model.parameters():
+                param.grad = None
+            with step():
+                closure().backward()  # type: ignore[no-untyped-call]
+            if current() is None:
+                raise StepError("the closure ran no forward of the fitted model")
+    finally:
+        keep.restore()

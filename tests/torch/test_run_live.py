@@ -9,13 +9,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
+from legroom.memory.host import BOLD, CAUTION
+from legroom.memory.kinds import Kind
 from legroom.memory.mechanisms.entry import Dropped
+from legroom.memory.planner import make_placed_plan
 from legroom.memory.relief import PRESSED
 from tests.torch.nets import (
     WIDTH,
@@ -483,6 +487,39 @@ def test_a_plan_that_presses_the_allocator_is_not_waited_for() -> None:
                 seen, pressed = [kind.visits, kind.replans, kind.best], False
     assert seen[0] <= 6 and seen[1] == 0 and seen[2].pressed
     assert job.meter.slack == PRESSED and kind.best is not None
+
+
+@pytest.mark.parametrize("bold_s, stays", [(0.8, True), (1.1, False)])
+def test_a_bolder_plan_is_tried_where_the_host_is_busy(
+    bold_s: float, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How bad a host's moments are is not known before: the faster of both stays, for good."""
+    made = []
+
+    def make(*args: Any, caution: float, **kwargs: Any) -> Any:
+        made.append(caution)
+        policy = "keep_all" if caution == BOLD else "test_full"
+        plan, placement = make_placed_plan(*args[:-1], policy, **kwargs)
+        predicted = msgspec.structs.replace(plan.predicted, step_s=0.7 if caution == BOLD else 1.0)
+        return msgspec.structs.replace(plan, predicted=predicted), placement
+
+    monkeypatch.setattr("legroom.memory.job.make_placed_plan", make)
+    monkeypatch.setattr(Kind, "has_busy_host", True)
+    model, batch = stack(Mlp), rows()
+    with fitted(model, "test_full") as job:
+        last = job.meter.last
+
+        def timed() -> Any:
+            bold = job.current.plan.policy == "keep_all"
+            return replace(last(), seconds=lambda: bold_s if bold else 1.0)
+
+        job.meter.last = timed
+        for _ in range(24):
+            with job.step():
+                model(batch).sum().backward()
+            model.zero_grad()
+        assert made == [CAUTION, BOLD] and job.current.still
+        assert job.current.plan.policy == ("keep_all" if stays else "test_full")
 
 
 def test_a_new_recording_leaves_old_plans_behind() -> None:
