@@ -245,6 +245,11 @@ class Child:
         self._process.communicate()
 
 
+def end_children_with_this() -> None:
+    """Where this process is asked to end, what it started ends too; else it would run on."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
+
+
 def await_turn() -> None:
     """In a child: load the libraries, then wait until the case is asked for."""
     import transformers.modeling_utils  # noqa: F401

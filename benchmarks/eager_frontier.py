@@ -30,6 +30,7 @@ from cases import (
     add_arguments,
     build,
     cap_device,
+    end_children_with_this,
     legroom_row,
     machine_name,
     milliseconds,
@@ -106,6 +107,7 @@ def main() -> None:
     if args.case_model:
         print(json.dumps(run_case(args)), flush=True)
         return
+    end_children_with_this()
     path = Path(args.out or RESULTS / f"eager_frontier-{machine_name()}.json")
     results = Results(path, machine_name())
     queue = cases(args)

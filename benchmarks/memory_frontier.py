@@ -42,6 +42,7 @@ from cases import (
     await_turn,
     build,
     cap_device,
+    end_children_with_this,
     legroom_row,
     machine_name,
     train,
@@ -418,6 +419,7 @@ def main() -> None:
     path = Path(args.out or RESULTS / f"memory_frontier-{name}.json")
     if args.table or args.figure:
         return show(args, path)
+    end_children_with_this()
     results = Results(path, machine_name())
     with tempfile.TemporaryDirectory() as args.scratch:
         (fill_largest if args.largest_batch else fill)(args, results)

@@ -16,6 +16,8 @@ from legroom.memory.history import recorded
 
 MOST_TIMES = 4
 """How often one layout is made: where plans take turns, making it anew costs more than it saves."""
+SHORT = (0.0, 0.01, 0.02, 0.04, 0.08)
+"""Shares of itself by which a layout may be found too small."""
 LASTING = 16
 """Unless the one before it has served for so many steps."""
 
@@ -40,15 +42,17 @@ class Layout:
     def take_up(self, placement: Placement, limit: int) -> Placement:
         """Have memory lie as a placement wants it, where that wants anything, up to a limit.
 
-        The first step in it is watched, and if what that asked for finds no room in it but does in
-        another, that is made. What the placement is from now on.
+        The first step in it is watched. If what that asked for finds no room in it but does in
+        another, that is made; if in none, the answer says by how much the room is too small.
 
         [Note: room] A growing segment is refused at the cap as if all of a new block were new
         memory, even where most of it is mapped already; the allocator then gives all free memory
         back and maps it again, every step. With the whole room mapped it never has to grow.
         """
-        placement = self._learned(placement)
+        before, placement = placement.missing_bytes, self._learned(placement)
         stretches = placement.stretches
+        if placement.missing_bytes > before:
+            return placement
         if stretches == self.stretches:
             self._served += 1
         elif stretches:
@@ -86,15 +90,19 @@ class Layout:
         self._given.clear()
 
     def _learned(self, placement: Placement) -> Placement:
-        """The same, or what suits better what a step in it asked for."""
+        """The same, or what suits better what a step in it asked for, or by how much it is short."""
         asked = self._asked.pop(placement.stretches, [])
         if not asked or suits(asked, placement.stretches):
             return placement
-        real = arrange(asked, self._mapped, WALL)
-        if real.missing_bytes:
-            return placement
-        self._seen.add(real.stretches)
-        return real
+        for share in SHORT:
+            real = arrange(asked, int(self._mapped * (1 + share)), WALL)
+            if not real.missing_bytes:
+                break
+        if not share:
+            self._seen.add(real.stretches)
+            return real
+        short = max(int(self._mapped * share), placement.missing_bytes)
+        return placement._replace(missing_bytes=short)
 
     def _map(self, stretches: tuple[int, ...], limit: int) -> int:
         """Take memory for them, the last as large as may be; by how much that is too small."""

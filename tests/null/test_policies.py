@@ -353,3 +353,12 @@ def test_blocks_that_are_divided_at_first_get_one_variant_each(
                 make_plan(step, machine(), limits, "auto", quick=quick)
                 made += 1
     assert made > 10
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.9])
+def test_links_are_left_time_to_spare(share: float) -> None:
+    """One that is a little slower than it was when probed holds nothing up."""
+    step = chain(40, 64, output_bytes=8)
+    plan = make_plan(step, machine(), budget(step, share, host=10**6), "auto")
+    slower = Simulator(step, machine().with_links(0.9)).run(plan.actions, "auto")
+    assert plan.moves and slower.stall_s == pytest.approx(0.0, abs=1e-9)

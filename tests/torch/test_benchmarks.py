@@ -1,11 +1,13 @@
 """What the benchmarks make of their rows: caps, who is faster within one, tables, searches."""
 
 import importlib
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -190,3 +192,30 @@ def test_results_are_added_to_a_file(tmp_path: Path) -> None:
     second.save()
     assert cases.Results(path).rows == {"a": EAGER, "b": BLOCKS}
     assert second.content["machine"] == "h200"
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+PARENT = """
+import subprocess
+import sys
+sys.path.insert(0, sys.argv[1])
+from cases import Child, end_children_with_this
+
+end_children_with_this()
+child = Child("-c", ["import time; time.sleep(60)"])
+print(child._process.pid, flush=True)
+child.row(timeout=60)
+"""
+
+
+def test_a_benchmark_that_is_ended_leaves_no_case_behind() -> None:
+    """It would share the device with the next one, and spoil its times."""
+    command = [sys.executable, "-c", PARENT, str(ROOT / "benchmarks")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.terminate()
+        parent.wait()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -81,6 +82,26 @@ def test_walls_part_the_stretches(gaps: tuple[int, ...], allocator: Allocator) -
     *first, last = large
     assert first == [*stretches[:-1]] and last >= stretches[-1]
     assert allocator.end <= LIMIT
+
+
+@pytest.mark.parametrize("more, short", [(-0.01, 0.0), (0.005, 0.01), (0.03, 0.04), (0.5, 0.08)])
+def test_a_step_that_asks_for_more_than_there_is_tells_how_much(
+    more: float, short: float, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the next plan leaves that, and not a little at a time; meanwhile nothing is mapped."""
+    limit, room = 64 << 20, Layout(torch.device("cpu"))
+    asked = [(True, i, int(limit * (1 + more) / 8)) for i in range(8)]
+    monkeypatch.setattr(layout, "recorded", lambda _, into: nullcontext(into.extend(asked)))
+    first = room.take_up(Placement((limit // 2, limit // 4), 0), limit)
+    with room.watched():
+        pass
+    room.give_up()
+    found = room.take_up(first, limit)
+    assert found.missing_bytes == int(room._mapped * short)
+    assert bool(allocator.live) == (not short)
+    with room.watched():
+        pass
+    assert room.take_up(found, limit) == found, "it is told once"
 
 
 def test_giving_a_layout_up_leaves_one_gap(allocator: Allocator) -> None:
