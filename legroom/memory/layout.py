@@ -90,7 +90,7 @@ class Layout:
         self._given.clear()
 
     def _learned(self, placement: Placement) -> Placement:
-        """The same, or what suits better what a step in it asked for, or by how much it is short."""
+        """The same, or what suits better what a step in it asked for, or how short it is."""
         asked = self._asked.pop(placement.stretches, [])
         if not asked or suits(asked, placement.stretches):
             return placement
