@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +206,9 @@ def legroom_row(job: Any, keep: str = "", stem: str = "") -> Row:
 # -- many cases ----------------------------------------------------------------------------------
 
 
+CHILDREN: "weakref.WeakSet[Child]" = weakref.WeakSet()
+
+
 class Child:
     """A process for one case: it loads what it needs at once, and runs when it is asked for."""
 
@@ -220,6 +224,7 @@ class Child:
             env={**os.environ, **(env or {})},
             start_new_session=True,  # so that compilers it started end with it
         )
+        CHILDREN.add(self)
 
     def row(self, timeout: float, verbose: bool = False) -> Row:
         """Run the case: the row it prints, or what went wrong."""
@@ -240,14 +245,24 @@ class Child:
 
     def end(self) -> None:
         """End the process and all it started."""
+        self.kill()
+        self._process.communicate()
+
+    def kill(self) -> None:
+        """The same, without waiting for it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
 
 
 def end_children_with_this() -> None:
     """Where this process is asked to end, what it started ends too; else it would run on."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
+
+    def end(*_: object) -> None:
+        for child in CHILDREN:
+            child.kill()
+        sys.exit("asked to end")
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def await_turn() -> None:

@@ -66,7 +66,7 @@ def arrange(events: Sequence[Event], room: int, wall: int = 0) -> Placement:
         return Placement((room,), over)
     best = Placement((room,), 1 << 62)
     for stretches in _splits(room, large, wall):
-        missing = _missing(large, stretches)
+        missing = _missing(large, stretches, best.missing_bytes)
         if missing < best.missing_bytes:
             best = Placement(stretches, missing)
         if not missing:
@@ -76,7 +76,7 @@ def arrange(events: Sequence[Event], room: int, wall: int = 0) -> Placement:
 
 def suits(events: Sequence[Event], stretches: Sequence[int]) -> bool:
     """Whether all that comes and goes finds room in these stretches."""
-    return not _missing([event for event in events if event[2] > SMALL_BYTES], stretches)
+    return not _missing([event for event in events if event[2] > SMALL_BYTES], stretches, 1)
 
 
 def _splits(room: int, large: Sequence[Event], wall: int) -> Iterator[tuple[int, ...]]:
@@ -118,12 +118,15 @@ def _most(events: Iterable[Event]) -> int:
     return most
 
 
-def _missing(events: Sequence[Event], stretches: Sequence[int]) -> int:
+def _missing(events: Sequence[Event], stretches: Sequence[int], enough: int = 1 << 62) -> int:
+    """By how much the room is too small, or `enough` where it is by that much or more."""
     arena = Arena(stretches)
     live: dict[int, tuple[int, int]] = {}
     for is_start, number, size in events:
         if is_start:
             live[number] = arena.take(size)
+            if arena.top - arena.room >= enough:
+                return enough
         else:
             arena.give(*live.pop(number))
     return arena.top - arena.room
