@@ -16,7 +16,9 @@ from typing import NamedTuple
 from legroom.memory.actions import Action, Compress, Move, Recompute, compressed_bytes
 from legroom.memory.parking import ALIVE, parks, update_position
 from legroom.memory.plan import held_inputs
+from legroom.memory.play import Replay
 from legroom.memory.simulate import Simulator
+from legroom.memory.trace import FULL, Step
 
 ROUND_BYTES = 512
 SMALL_BYTES = 1 << 20
@@ -30,8 +32,8 @@ MAX_STRETCHES = 16
 WALL = 2 << 20
 """Device bytes kept between two stretches, so that they are not merged."""
 
-Stay = tuple[int, int, int]
-"""First position, position where it is gone, bytes."""
+Stay = tuple[float, float, int]
+"""First position, position where it is gone, bytes; a replay lies between two positions."""
 Event = tuple[bool, int, int]
 """Whether it begins, its number, bytes."""
 
@@ -135,16 +137,18 @@ def _missing(events: Sequence[Event], stretches: Sequence[int], enough: int = 1 
 def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
     """When which bytes are on the device: each storage in its stretches, scratch, replays."""
     step, storages = simulator.step, simulator.step.storages
-    replays = simulator.replays(actions)
     held = held_inputs(step, [a for a in actions if isinstance(a, Recompute)])
-    away: dict[int, tuple[int, int]] = {
+    away: dict[int, tuple[float, float]] = {
         a.storage: (max(storages[a.storage].release + 1, a.out_wait), a.in_start)
         for a in actions
         if isinstance(a, Move)
     }
-    for r in replays:
+    for r in simulator.replays(actions):
+        back, others = _replayed(step, r)
         for s in r.variant.drops:
-            away[s] = (max(storages[s].release + 1, held.get(s, (0, 0))[1]), r.position)
+            gone = max(storages[s].release + 1, held.get(s, (0, 0))[1])
+            away[s] = (gone, back.get(s, r.position))
+        yield from others
     for a in actions:
         if isinstance(a, Compress):
             storage, use = storages[a.storage], step.first_use(a.storage)
@@ -154,25 +158,52 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
     for i, storage in enumerate(storages):
         if storage.birth >= 0:
             end = max(storage.death + 1, held.get(i, (0, 0))[1])
-            gone, back = away.get(i, (end, end))
-            yield storage.birth, gone, storage.num_bytes
-            yield back, storage.last + 1, storage.num_bytes
+            left, came = away.get(i, (end, end))
+            yield storage.birth, left, storage.num_bytes
+            yield came, storage.last + 1, storage.num_bytes
     for i, size in enumerate(simulator.scratch_under(actions).tolist()):
         yield i, i + 1, size
     for park in parks(actions):
         for _ in range(ALIVE):
             yield update_position(step), len(step.ops) + 1, park.window_bytes // ALIVE
-    for r in replays:
-        yield r.position, r.position + 1, r.variant.replay_peak_bytes - r.variant.dropped_bytes
+
+
+def _replayed(step: Step, replay: Replay) -> tuple[dict[int, float], list[Stay]]:
+    """When each storage of a block that runs again is back, and what comes and goes meanwhile.
+
+    A whole block holds a temporary as long as its forward does; a tape until its last op is done.
+    """
+    variant, first = replay.variant, step.blocks[replay.block].first
+    span = variant.last - first + 2
+
+    def at(op: int) -> float:
+        return replay.position - 0.5 + 0.5 * (op - first + 1) / (span + 1)
+
+    runs, uses, written = set(variant.replays), dict[int, int](), set[int]()
+    for i in sorted(runs):
+        written.update(step.ops[i].writes)
+        uses.update(dict.fromkeys((*step.ops[i].reads, *step.ops[i].writes), i))
+    back, others, drops = dict[int, float](), list[Stay](), set(variant.drops)
+    for s in sorted(written):
+        storage = step.storages[s]
+        if not first <= storage.birth <= variant.last:
+            continue
+        back[s] = at(storage.birth)
+        if s not in drops:
+            end = min(storage.release, variant.last) if variant.name == FULL else uses[s]
+            others.append((back[s], at(end + 1) + 0.5, storage.num_bytes))
+    for i in runs:
+        others.append((at(i), at(i + 1) + 0.5, step.ops[i].workspace_bytes))
+    return back, others
 
 
 def _events(spans: Sequence[Stay]) -> list[Event]:
-    """(whether it begins, number, bytes) in order; at one position, ends come first."""
+    """(whether it begins, number, bytes) in order; what goes at a position is gone before it."""
     events = []
     for number, (start, end, size) in enumerate(spans):
         if size > 0 and end > start:
             events.append((start, True, number, size))
-            events.append((end, False, number, size))
+            events.append((end - 0.5, False, number, size))
     return [e[1:] for e in sorted(events)]
 
 
