@@ -50,6 +50,8 @@ class Meter(ABC):
 
     slack = 0.0
     """Share of the budget left to what the trace does not show, beyond the allocator's overhead."""
+    firm = False
+    """Whether some of that was needed."""
 
     @abstractmethod
     def step(
@@ -77,13 +79,21 @@ class Meter(ABC):
         return 0
 
     def give_way(self, share: float) -> bool:
-        """Leave more of a budget to the allocator from now on; whether there was more to leave."""
-        before, self.slack = self.slack, min(self.slack + share, MOST_SLACK)
-        return self.slack > before
+        """Leave more of a budget to the allocator, for good; whether there was more to leave."""
+        self.firm = True
+        return self._leave(share)
 
     def leave(self, gap: int, budget: int) -> bool:
         """Leave the allocator room for a gap of this size; whether that is more than so far."""
-        return self.give_way(max(gap - self.overhead(budget), 0) / budget)
+        return self._leave(max(gap - self.overhead(budget), 0) / budget)
+
+    def _leave(self, share: float) -> bool:
+        before, self.slack = self.slack, min(self.slack + share, MOST_SLACK)
+        return self.slack > before
+
+    def take_back(self) -> bool:
+        """Leave the allocator no more than steps have needed; whether that is less than so far."""
+        return False
 
     def usable(self, budget: Mapping[str, int]) -> dict[str, int]:
         """A budget less what the allocator itself may take."""
@@ -264,6 +274,14 @@ class CudaMeter(Meter):
         if not self._grows:
             return placement
         return self.layout.take_up(placement, self._limit - self._margin(self._limit))
+
+    def take_back(self) -> bool:
+        """Where the last layout that was watched had room to spare."""
+        if not self.slack or self.firm:
+            return False
+        share = self.layout.spare_bytes() / max(self._limit, 1)
+        before, self.slack = self.slack, max(self.slack - share, 0.0)
+        return self.slack < before
 
     def _count_retries(self) -> int:
         return int(torch.cuda.memory_stats_as_nested_dict(self.device)["num_alloc_retries"])

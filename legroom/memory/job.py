@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from legroom.core.errors import BudgetError, StepError
-from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, check_device, make_meter
@@ -45,7 +44,7 @@ from legroom.memory.profile import (
     with_others,
 )
 from legroom.memory.recorder import Recorder
-from legroom.memory.relief import PRESSED, after_failure, make_room, or_first
+from legroom.memory.relief import PRESSED, after_failure, is_over, make_room, or_first
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
 from legroom.memory.signature import Signer
@@ -318,23 +317,19 @@ class MemoryJob:
         kind.presses += reading.pressed
         if "step" in peaks:
             peaks = {"device": peaks["step"] + kind.static_bytes - self.states.kept_bytes}
-        self._check_peak(peaks.get("reserved", peaks.get("device", 0)))
+        peak = peaks.get("reserved", peaks.get("device", 0))
+        self._warned = self._warned or is_over(peak, self.budget["device"])
         return lambda: Measurement(reading.seconds(), peaks, stall(), *rest)
-
-    def _check_peak(self, peak: int) -> None:
-        if peak > self.budget["device"] and not self._warned:
-            self._warned, limit = True, format_bytes(self.budget["device"])
-            text = f"a step took {format_bytes(peak)} of device memory, over the budget of {limit}"
-            warnings.warn(f"legroom: {text}", stacklevel=6)
 
     def _calibrate(self, kind: Kind) -> None:
         """Judge a settled plan: if it came out otherwise, plan again; the fastest seen stays."""
         # Where the allocator took the time, that says nothing of ops, links or host.
         pressed, slack = kind.pressed, self.meter.slack
-        roomier = pressed and self.meter.give_way(PRESSED)
         expected = as_predicted(kind)
+        roomier = pressed and self.meter.give_way(PRESSED)
+        shifted = roomier or (expected and self.meter.take_back())
         tried = kind.bold or kind.replans >= MAX_REPLANS
-        kind.still = not roomier and (pressed or expected or tried)
+        kind.still = not shifted and (pressed or expected or tried)
         if not pressed and not expected:
             self.machine = learn(kind, self.machine)
         learned, outfit = kind.capture, kind.outfit
@@ -359,8 +354,9 @@ class MemoryJob:
     def _plan_boldly(self, kind: Kind) -> None:
         """Try a plan that leaves a busy host less time to spare; the faster of both stays."""
         kind.bold, settled = True, kind.plan
-        if kind.has_busy_host:
-            self._plan(kind, GAIN)
+        with contextlib.suppress(BudgetError):
+            if kind.has_busy_host:
+                self._plan(kind, GAIN)
         kind.still = kind.plan is settled
 
     # -- verify and close --------------------------------------------------------------------

@@ -18,6 +18,8 @@ MOST_TIMES = 4
 """How often one layout is made: where plans take turns, making it anew costs more than it saves."""
 SHORT = (0.0, 0.01, 0.02, 0.04, 0.08)
 """Shares of itself by which a layout may be found too small."""
+SPARE = (0.16, 0.12, 0.08, 0.06, 0.04, 0.02)
+"""And those by which it may be found larger than it need be."""
 LASTING = 16
 """Unless the one before it has served for so many steps."""
 
@@ -35,6 +37,8 @@ class Layout:
         """Those in which a step was watched, or that were made by what one asked for."""
         self._asked: dict[tuple[int, ...], list[Event]] = {}
         """What those steps asked for, until it is made use of."""
+        self._latest: list[Event] = []
+        """What the last of them asked for, until what it left is told."""
         self._watches = False
         self._served = 0
         """Steps since it was made."""
@@ -79,6 +83,14 @@ class Layout:
         self._seen.add(self.stretches)
         self._asked[self.stretches] = asked
 
+    def spare_bytes(self) -> int:
+        """What the last step that was watched left of its layout; 0 if that was told before."""
+        asked, self._latest = self._latest, []
+        for share in SPARE if asked else ():
+            if not arrange(asked, int(self._mapped * (1 - share)), WALL).missing_bytes:
+                return int(self._mapped * share)
+        return 0
+
     def give_up(self) -> None:
         """The allocator has given its free memory back, or others are free to take it."""
         self._walls.clear()
@@ -92,7 +104,10 @@ class Layout:
     def _learned(self, placement: Placement) -> Placement:
         """The same, or what suits better what a step in it asked for, or how short it is."""
         asked = self._asked.pop(placement.stretches, [])
-        if not asked or suits(asked, placement.stretches):
+        if not asked:
+            return placement
+        self._latest = asked
+        if suits(asked, placement.stretches):
             return placement
         for share in SHORT:
             real = arrange(asked, int(self._mapped * (1 + share)), WALL)

@@ -61,6 +61,14 @@ def make_room(kind: Kind, meter: Meter, budget: int, plan: Callable[[Kind], None
     kind.placement = found
 
 
+def is_over(peak: int, limit: int) -> bool:
+    """Whether a step took more than its budget; if so, the user is told."""
+    if peak > limit:
+        text = f"a step took {format_bytes(peak)} of device memory, over the budget of "
+        warnings.warn(f"legroom: {text}{format_bytes(limit)}", stacklevel=6)
+    return peak > limit
+
+
 def after_failure(kind: Kind | None, meter: Meter, plan: Callable[[Kind], None]) -> str:
     """A step found no room: leave the allocator more from now on; what to say of it."""
     visits, foreseen = 0, "no plan yet"

@@ -239,3 +239,16 @@ def test_giving_way_leaves_more_of_any_budget(budget: int, meter: CudaMeter) -> 
     before = meter.overhead(budget)
     assert meter.give_way(PRESSED)
     assert meter.overhead(budget) >= before + max(GRAIN, int(PRESSED * budget))
+
+
+def test_what_was_left_for_nothing_is_taken_back(
+    meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless some of it was needed once: then plans would press the allocator in turns."""
+    monkeypatch.setattr(meter.layout, "spare_bytes", lambda: meter._limit // 10)
+    assert not meter.take_back(), "nothing was left"
+    meter.leave(int(0.15 * GIB) + meter.overhead(GIB), GIB)
+    assert meter.slack == pytest.approx(0.15)
+    assert meter.take_back() and meter.slack == pytest.approx(0.05, abs=1e-5)
+    assert meter.take_back() and meter.slack == 0 and not meter.take_back()
+    assert meter.give_way(PRESSED) and not meter.take_back() and meter.slack == PRESSED

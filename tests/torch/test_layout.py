@@ -104,6 +104,22 @@ def test_a_step_that_asks_for_more_than_there_is_tells_how_much(
     assert room.take_up(found, limit) == found, "it is told once"
 
 
+@pytest.mark.parametrize("used, spare", [(0.85, 0.12), (0.9, 0.08), (0.97, 0.02), (0.995, 0.0)])
+def test_what_a_watched_step_left_is_told_once(
+    used: float, spare: float, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans can have it where it was left for what traces do not show."""
+    limit, room = 64 << 20, Layout(torch.device("cpu"))
+    asked = [(True, i, int(limit * used / 8)) for i in range(8)]
+    monkeypatch.setattr(layout, "recorded", lambda _, into: nullcontext(into.extend(asked)))
+    first = room.take_up(Placement((limit // 2,), 0), limit)
+    assert room.spare_bytes() == 0, "no step has run"
+    with room.watched():
+        pass
+    room.take_up(first, limit)
+    assert room.spare_bytes() == int(room._mapped * spare) and room.spare_bytes() == 0
+
+
 def test_giving_a_layout_up_leaves_one_gap(allocator: Allocator) -> None:
     """Walls would part what the allocator maps anew."""
     room = Layout(torch.device("cpu"))

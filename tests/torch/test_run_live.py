@@ -522,6 +522,26 @@ def test_a_bolder_plan_is_tried_where_the_host_is_busy(
         assert job.current.plan.policy == ("keep_all" if stays else "test_full")
 
 
+def test_a_plan_is_made_for_the_room_that_was_left_for_nothing() -> None:
+    """A watched step tells how much; the job settles after that."""
+    model, batch = stack(Mlp), rows()
+    with fitted(model, "keep_all") as job:
+        backs, budgets, plan = iter([True, False, False, False]), [], job._plan
+
+        def noted(kind: Kind, *given: float) -> None:
+            budgets.append(kind.visits)
+            plan(kind, *given)
+
+        job._plan, job.meter.take_back = noted, lambda: next(backs)
+        last = job.meter.last
+        job.meter.last = lambda: replace(last(), seconds=lambda: job.current.plan.predicted.step_s)
+        for _ in range(24):
+            with job.step():
+                model(batch).sum().backward()
+            model.zero_grad()
+        assert len(budgets) == 2 and job.current.still and next(backs) is False
+
+
 def test_a_new_recording_leaves_old_plans_behind() -> None:
     """The fastest plan of another trace must not come back."""
     model, batch = stack(Mlp), rows()
