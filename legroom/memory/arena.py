@@ -49,6 +49,8 @@ class Placement(NamedTuple):
 
 NOWHERE = Placement((), 0)
 """No placement."""
+WHOLE = Placement((ROUND_BYTES,), 0)
+"""All the room there is, in one stretch."""
 
 
 def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:

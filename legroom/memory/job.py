@@ -31,7 +31,7 @@ from legroom.memory.mechanisms.hooks import Live
 from legroom.memory.mechanisms.states import StateKeeper
 from legroom.memory.online import make_evictor
 from legroom.memory.parking import held_fast, with_states
-from legroom.memory.planner import make_placed_plan, make_safe_plan
+from legroom.memory.planner import make_placed_plan, make_safe_plan, rough_placement
 from legroom.memory.profile import (
     Capture,
     StandInLoss,
@@ -269,8 +269,10 @@ class MemoryJob:
             warnings.warn("legroom: a step ran no forward of the fitted model", stacklevel=4)
             return
         kind.visits += 1
-        if kind.visits == 1:
+        if kind.visits == 1:  # libraries and optimizer have taken what they keep
             check_real(self.model)
+            limit = self.planning_budget()["device"]
+            kind.placement = rough_placement(kind.plan, limit, self.meter.places)
         strayed = kind.recorded and (bool(self.runner.deviation) or self._refused)
         kind.strayed = kind.strayed + 1 if strayed else 0
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from legroom.memory.arena import ROUND_BYTES, WALL, Event, Placement, arrange, suits
+from legroom.memory.arena import ROUND_BYTES, WALL, WHOLE, Event, Placement, arrange, suits
 from legroom.memory.history import recorded
 
 MOST_TIMES = 4
@@ -33,7 +33,7 @@ class Layout:
         self._mapped = 0
         self._walls: list[torch.Tensor] = []
         self._given: dict[tuple[int, ...], int] = {}
-        self._seen: set[tuple[int, ...]] = set()
+        self._seen = {WHOLE.stretches}
         """Those in which a step was watched, or that were made by what one asked for."""
         self._asked: dict[tuple[int, ...], list[Event]] = {}
         """What those steps asked for, until it is made use of."""

@@ -12,7 +12,7 @@ from legroom.core.registry import Registry
 from legroom.core.units import format_bytes
 from legroom.machine.spec import Machine
 from legroom.memory.actions import Action
-from legroom.memory.arena import NOWHERE, Placement, place
+from legroom.memory.arena import NOWHERE, WHOLE, Placement, place
 from legroom.memory.host import CAUTION
 from legroom.memory.plan import Plan
 from legroom.memory.play import tier_peaks
@@ -167,6 +167,16 @@ def make_safe_plan(
     with contextlib.suppress(BudgetError):
         return make({**budget, "device": (smallest + limit) // 2}, policy)
     return make(budget, policy)
+
+
+def rough_placement(plan: Plan | None, limit: int, places: bool) -> Placement:
+    """For a plan of steps not yet recorded: all of the room, unless that is far more than enough.
+
+    An allocator that has to find it piece by piece, at its cap, is slow, and so is the step that
+    is timed meanwhile.
+    """
+    tight = plan is not None and plan.predicted.device_bytes >= FAR * limit
+    return WHOLE if places and tight else NOWHERE
 
 
 def make_placed_plan(

@@ -11,10 +11,17 @@ import pytest
 from legroom.core.errors import BudgetError
 from legroom.machine.spec import Link, Machine, Tier
 from legroom.memory.actions import Action, Compress, Move, Recompute
-from legroom.memory.arena import Placement
+from legroom.memory.arena import NOWHERE, WHOLE, Placement
 from legroom.memory.handmade import chain, natural_peak
 from legroom.memory.plan import Plan
-from legroom.memory.planner import SAFE, Problem, make_placed_plan, make_plan, make_safe_plan
+from legroom.memory.planner import (
+    SAFE,
+    Problem,
+    make_placed_plan,
+    make_plan,
+    make_safe_plan,
+    rough_placement,
+)
 from legroom.memory.policies.repair import one_more, repair
 from legroom.memory.policies.shrink import shrunk
 from legroom.memory.simulate import Simulator
@@ -362,3 +369,14 @@ def test_links_are_left_time_to_spare(share: float) -> None:
     plan = make_plan(step, machine(), budget(step, share, host=10**6), "auto")
     slower = Simulator(step, machine().with_links(0.9)).run(plan.actions, "auto")
     assert plan.moves and slower.stall_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_first_plans_are_given_all_the_room_where_it_is_tight() -> None:
+    """A job with room in plenty takes what it needs, and others may have the rest."""
+    step = chain(12, 4096, output_bytes=64)
+    plan = make_plan(step, machine(), budget(step, 0.5), "auto")
+    peak = plan.predicted.device_bytes
+    assert rough_placement(plan, int(peak / 0.8), places=True) == WHOLE
+    assert rough_placement(plan, int(peak / 0.6), places=True) == NOWHERE
+    assert rough_placement(plan, peak, places=False) == NOWHERE
+    assert rough_placement(None, peak, places=True) == NOWHERE

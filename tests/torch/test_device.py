@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legroom.memory import device, layout
-from legroom.memory.arena import Event, Placement, _missing
+from legroom.memory.arena import WHOLE, Event, Placement, _missing
 from legroom.memory.device import GRAIN, CudaMeter
 from legroom.memory.history import events_of
 from legroom.memory.layout import LASTING, MOST_TIMES
@@ -224,6 +224,12 @@ def test_the_room_that_plans_reckon_with_can_be_had(
     whole, *parts = taken
     assert whole == sum(parts) and whole + static < meter._limit
     assert max(parts) >= stretches[-1]
+
+
+def test_all_the_room_is_mapped_before_steps_are_timed(meter: CudaMeter) -> None:
+    """In one stretch; what a step asks for in it is not looked at."""
+    assert meter.make_room(WHOLE) == WHOLE
+    assert meter.layout._mapped > 0.99 * meter._limit and not meter.layout._watches
 
 
 def test_a_room_that_cannot_be_had_is_told(meter: CudaMeter) -> None:
