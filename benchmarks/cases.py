@@ -250,8 +250,9 @@ class Child:
 
     def kill(self) -> None:
         """The same, without waiting for it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def end_children_with_this() -> None:

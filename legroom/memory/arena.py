@@ -45,6 +45,8 @@ class Placement(NamedTuple):
     """Sizes of the stretches to keep apart, the largest last."""
     missing_bytes: int
     """By how much the room is too small."""
+    whose: str = ""
+    """Signature of the step that it is for."""
 
 
 NOWHERE = Placement((), 0)

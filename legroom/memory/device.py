@@ -95,6 +95,10 @@ class Meter(ABC):
         """Leave the allocator no more than steps have needed; whether that is less than so far."""
         return False
 
+    def unlearn(self) -> None:
+        """The last step was not like others of its kind."""
+        return None
+
     def usable(self, budget: Mapping[str, int]) -> dict[str, int]:
         """A budget less what the allocator itself may take."""
         return {**budget, "device": budget["device"] - self.overhead(budget["device"])}
@@ -197,7 +201,7 @@ class CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._limit = 0
-        self._grows = False
+        self._grows = self._capped = False
         self.layout = Layout(device)
         self._retries = 0
         self._host_s = (0.0, 0.0)
@@ -271,7 +275,7 @@ class CudaMeter(Meter):
 
     def make_room(self, placement: Placement) -> Placement:
         """Map memory for all of a step, in stretches, and leave them to the allocator."""
-        if not self._grows:
+        if not self._grows or not self._capped:
             return placement
         return self.layout.take_up(placement, self._limit - self._margin(self._limit))
 
@@ -282,6 +286,10 @@ class CudaMeter(Meter):
         share = self.layout.spare_bytes() / max(self._limit, 1)
         before, self.slack = self.slack, max(self.slack - share, 0.0)
         return self.slack < before
+
+    def unlearn(self) -> None:
+        """What it asked the allocator for says nothing of them."""
+        self.layout.unlearn()
 
     def _count_retries(self) -> int:
         return int(torch.cuda.memory_stats_as_nested_dict(self.device)["num_alloc_retries"])
@@ -294,7 +302,7 @@ class CudaMeter(Meter):
             setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
             (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
             self._grows = True
-        self._limit = limit - (GRAIN if self._grows else 0)
+        self._limit, self._capped = limit - (GRAIN if self._grows else 0), True
         self._clear()
         total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_per_process_memory_fraction(
@@ -315,6 +323,7 @@ class CudaMeter(Meter):
     def uncap(self) -> None:
         """Allow the whole device again."""
         self.layout.forget()
+        self._capped = False
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 

@@ -211,13 +211,13 @@ class MemoryJob:
         return capture._replace(step=held_fast(step, self.states.names))
 
     def _plan(self, kind: Kind, least_gain: float = 0.0) -> None:
-        """Make a plan, and have it in force if it is faster than what was measured, by a share."""
+        """Make a plan, and have it in force if it is faster than the one there is, by a share."""
         assert kind.capture is not None
         budget, step, old = self.planning_budget(), kind.capture.step, kind.plan
         make = partial(make_placed_plan, lossy=self.lossy, places=self.meter.places)
         caution = BOLD if kind.bold else CAUTION
         plan, placement = make(step, self.machine, budget, self.policy, caution=caution)
-        if least_gain and plan.predicted.step_s > (1 - least_gain) * kind.step_s:
+        if least_gain and old and plan.predicted.step_s > (1 - least_gain) * old.predicted.step_s:
             return
         kind.placement = placement
         kind.plan = msgspec.structs.replace(plan, why=kind.compiled + plan.why)
@@ -275,6 +275,8 @@ class MemoryJob:
             kind.placement = rough_placement(kind.plan, limit, self.meter.places)
         strayed = kind.recorded and (bool(self.runner.deviation) or self._refused)
         kind.strayed = kind.strayed + 1 if strayed else 0
+        if strayed:
+            self.meter.unlearn()
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
             kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
             kind.script = None if kind.outfit.changes else kind.script  # it is for other code
@@ -340,7 +342,7 @@ class MemoryJob:
             kind.cramped |= pressed
             if put_back or not expected:
                 foresee(kind, learned if kind.outfit == outfit else kind.capture, self.machine)
-            elif not pressed and not kind.bold:
+            elif not pressed and not kind.dared:
                 self._plan_boldly(kind)
             return
         kind.replans, kind.presses = kind.replans + (not pressed), 0
@@ -355,11 +357,11 @@ class MemoryJob:
 
     def _plan_boldly(self, kind: Kind) -> None:
         """Try a plan that leaves a busy host less time to spare; the faster of both stays."""
-        kind.bold, settled = True, kind.plan
+        kind.bold, kind.dared, settled = True, True, kind.plan
         with contextlib.suppress(BudgetError):
             if kind.has_busy_host:
                 self._plan(kind, GAIN)
-        kind.still = kind.plan is settled
+        kind.still, kind.bold = kind.plan is settled, kind.plan is not settled
 
     # -- verify and close --------------------------------------------------------------------
 

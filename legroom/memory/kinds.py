@@ -91,6 +91,7 @@ class Force(NamedTuple):
     placement: Placement
     outfit: Outfit
     made: tuple[Pace, float, float]
+    bold: bool
 
 
 class Best(NamedTuple):
@@ -132,7 +133,9 @@ class Kind:
     still: bool = False
     """No more plans are made."""
     bold: bool = False
-    """Its plans leave the host little time to spare."""
+    """Its plan leaves the host little time to spare."""
+    dared: bool = False
+    """Such a plan was tried."""
     best: "Best | None" = None
     """The best plan so far."""
     lessons: list[tuple[tuple[Action, ...], float]] = field(default_factory=list)
@@ -180,11 +183,12 @@ class Kind:
         """What is in force now."""
         assert self.capture is not None and self.plan is not None and self.script is not None
         now = (self.capture, self.plan, self.script, self.placement, self.outfit, self.made)
-        return Force(*now)
+        return Force(*now, self.bold)
 
     def put_back(self, force: Force) -> None:
         """Have what was in force before."""
-        self.capture, self.plan, self.script, self.placement, self.outfit, self.made = force
+        self.capture, self.plan, self.script, self.placement, *_ = force
+        self.outfit, self.made, self.bold = force[-3:]
 
     def wear(self, made: Made, pace: Pace = SAME) -> None:
         """Run in other builds, which were chosen for this pace."""
@@ -206,7 +210,8 @@ class Kind:
 
     def take_up_recording(self) -> None:
         """The trace comes from a real step from now on."""
-        self.recorded, self.bold, self.best = True, False, None
+        self.recorded, self.best = True, None
+        self.bold = self.dared = False
         self.lessons.clear()
         self.start_anew()
 

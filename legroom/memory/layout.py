@@ -24,22 +24,28 @@ LASTING = 16
 """Unless the one before it has served for so many steps."""
 
 
+Key = tuple[str, tuple[int, ...]]
+"""Whose layout, and its stretches: steps of other shapes ask for other things in the same ones."""
+
+
 class Layout:
     """The stretches that one device's memory is in now."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stretches: tuple[int, ...] = ()
-        self._mapped = 0
+        self._mapped = self._freed = 0
+        """Bytes of it, and those that the allocator had given back by then, since ever."""
         self._walls: list[torch.Tensor] = []
         self._given: dict[tuple[int, ...], int] = {}
-        self._seen = {WHOLE.stretches}
+        self._seen = {_key(WHOLE)}
         """Those in which a step was watched, or that were made by what one asked for."""
-        self._asked: dict[tuple[int, ...], list[Event]] = {}
+        self._asked: dict[Key, list[Event]] = {}
         """What those steps asked for, until it is made use of."""
         self._latest: list[Event] = []
         """What the last of them asked for, until what it left is told."""
-        self._watches = False
+        self._watches: Key | None = None
+        """The one that the next step is watched for."""
         self._served = 0
         """Steps since it was made."""
 
@@ -53,10 +59,14 @@ class Layout:
         memory, even where most of it is mapped already; the allocator then gives all free memory
         back and maps it again, every step. With the whole room mapped it never has to grow.
         """
+        self._watches = None
         before, placement = placement.missing_bytes, self._learned(placement)
         stretches = placement.stretches
         if placement.missing_bytes > before:
             return placement
+        if self.stretches and self._count_freed() > self._freed:  # by whoever, between steps
+            self._given.pop(self.stretches, None)
+            self.give_up()
         if stretches == self.stretches:
             self._served += 1
         elif stretches:
@@ -67,21 +77,26 @@ class Layout:
                 self._given[stretches] = times + 1
                 short = self._map(stretches, limit)
                 placement = placement._replace(missing_bytes=max(short, placement.missing_bytes))
-        self._watches = stretches == self.stretches != () and stretches not in self._seen
+        if stretches == self.stretches != () and _key(placement) not in self._seen:
+            self._watches = _key(placement)
         return placement
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Note what the step in here asks for, if it is the first in its layout."""
-        watches, self._watches = self._watches, False
-        if not watches:
+        key, self._watches = self._watches, None
+        if key is None:
             yield
             return
         asked: list[Event] = []
         with recorded(self.device, asked):
             yield
-        self._seen.add(self.stretches)
-        self._asked[self.stretches] = asked
+        self._seen.add(key)
+        self._asked[key] = asked
+
+    def unlearn(self) -> None:
+        """The last step was not like the others: if it was watched, that is forgotten."""
+        self._asked.clear()
 
     def spare_bytes(self) -> int:
         """What the last step that was watched left of its layout; 0 if that was told before."""
@@ -100,10 +115,12 @@ class Layout:
         """As before the first."""
         self.give_up()
         self._given.clear()
+        self._asked.clear()
+        self._latest = []
 
     def _learned(self, placement: Placement) -> Placement:
         """The same, or what suits better what a step in it asked for, or how short it is."""
-        asked = self._asked.pop(placement.stretches, [])
+        asked = self._asked.pop(_key(placement), [])
         if not asked:
             return placement
         self._latest = asked
@@ -114,7 +131,8 @@ class Layout:
             if not real.missing_bytes:
                 break
         if not share:
-            self._seen.add(real.stretches)
+            real = real._replace(whose=placement.whose)
+            self._seen.add(_key(real))
             return real
         short = max(int(self._mapped * share), placement.missing_bytes)
         return placement._replace(missing_bytes=short)
@@ -129,15 +147,18 @@ class Layout:
         sizes = [*stretches[:-1], last // ROUND_BYTES * ROUND_BYTES]
         if sizes[-1] < max(sizes):  # more is held than the plan knows of
             sizes = [max(sum(sizes), 0)]
-        self._mapped = sum(sizes) + (len(sizes) + 1) * WALL
+        self._mapped = 0
         blocks: list[torch.Tensor] = []
         with contextlib.suppress(torch.OutOfMemoryError):  # others may hold the memory
             self._fill_gaps(blocks)
-            self._take(self._mapped)
+            whole = sum(sizes) + (len(sizes) + 1) * WALL
+            self._take(whole)
+            self._mapped = whole
             self._walls.append(self._take(WALL))
             for size in sizes:
                 blocks.append(self._take(size))
                 self._walls.append(self._take(WALL))
+        self._freed = self._count_freed()
         return stretches[-1] - last
 
     def _fill_gaps(self, blocks: list[torch.Tensor]) -> None:
@@ -149,5 +170,13 @@ class Layout:
                 blocks.pop()
                 return torch.cuda.empty_cache()
 
+    def _count_freed(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(stats["reserved_bytes"]["all"]["freed"])
+
     def _take(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+def _key(placement: Placement) -> Key:
+    return placement.whose, placement.stretches

@@ -81,6 +81,10 @@ LINK_SHARE = 0.88
 a plan that leaves a link no time to spare waits for every late one."""
 FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
+LEISURE_S = 6.0
+"""Time for plans at leisure for shares in which quick ones have found no room."""
+DEAR = 1.1
+"""Where no plan finds room for all, one that lacks less may take so many times as long."""
 LARGE = 0.05
 """A tensor of this share of the budget leaves gaps that matter."""
 
@@ -200,31 +204,45 @@ def make_placed_plan(
         return make(budget), NOWHERE
     limit, careful = budget["device"], careful_simulator(step, machine, caution)
 
-    def placed(plan: Plan) -> _Placed:
-        placement = place(careful, plan.actions, limit)
-        return _Placed((placement.missing_bytes, careful.time(plan.actions)), plan, placement)
+    def placed(share: float, quick: bool) -> _Placed:
+        plan = make({**budget, "device": int(limit * share)}, quick=quick)
+        placement, seconds = NOWHERE, careful.time(plan.actions)
+        if plan.predicted.device_bytes >= FAR * limit:
+            placement = place(careful, plan.actions, limit)._replace(whose=step.signature)
+        return _Placed(placement.missing_bytes, seconds, plan, placement)
 
-    found: list[_Placed] = []
-    for share in SHARES if len(step.ops) > FEW_OPS else FINE_SHARES:
-        tight = {**budget, "device": int(limit * share)}
-        try:
-            plan = make(tight, quick=True)
-        except BudgetError:
-            break
-        if plan.predicted.device_bytes < FAR * limit:
-            return make(tight), NOWHERE
-        found.append(placed(plan))
-        if not found[-1].placement.missing_bytes:
-            break
-    found = sorted(found, key=lambda one: one.rank)[:1]
-    found.append(placed(make(found[0].plan.budget if found else budget)))  # at more leisure
-    best = min(found, key=lambda one: one.rank)
+    found, tried = list[_Placed](), list[float]()
+    with contextlib.suppress(BudgetError):
+        for share in SHARES if len(step.ops) > FEW_OPS else FINE_SHARES:
+            found.append(placed(share, quick=True))
+            tried.append(share)
+            if not found[-1].missing_bytes:
+                break
+    started = time.monotonic()
+    for share in tried or [1.0]:  # at more leisure, which may find room for all in a larger share
+        if share == 1.0 or share == tried[-1] or time.monotonic() - started < LEISURE_S:
+            found.append(placed(share, quick=False))
+            if not found[-1].missing_bytes:
+                break
+    best = best_placed(found)
     return best.plan, best.placement
 
 
+def best_placed(found: "Sequence[_Placed]") -> "_Placed":
+    """The fastest that finds room for all; else what lacks least of those not much slower."""
+    least = min(one.seconds for one in found)
+    fits = [one for one in found if not one.missing_bytes]
+    if fits:
+        return min(fits, key=lambda one: one.seconds)
+    quick = (one for one in found if one.seconds <= DEAR * least)
+    return min(quick, key=lambda one: (one.missing_bytes, one.seconds))
+
+
 class _Placed(NamedTuple):
-    rank: tuple[int, float]
-    """By how much the room is too small, and the time it takes on a bad day."""
+    missing_bytes: int
+    """By how much the room is too small."""
+    seconds: float
+    """What it takes on a bad day."""
     plan: Plan
     placement: Placement
 

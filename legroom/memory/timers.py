@@ -17,7 +17,7 @@ import torch
 from legroom.core.quiet import silenced
 from legroom.memory.recorder import RawOp
 
-CYCLES_PER_S = 2e9
+CYCLES_PER_S = 3e9
 """No card has a faster clock."""
 SLEEP_S, AWAKE_S = 60e-3, 40e-3
 """How long the device is put to sleep, and after how long it is again: the host may be at one op

@@ -108,7 +108,7 @@ def test_walls_take_their_part_of_the_room(seed: int) -> None:
             live.append((count, draw.randint(1, 60) * MIB))
             events.append((True, *live[-1]))
             count += 1
-    stretches, missing_bytes = arrange(events, room, wall)
+    stretches, missing_bytes, _ = arrange(events, room, wall)
     assert sum(stretches) + wall * len(stretches) <= room
     assert min(stretches) > 0 and stretches[-1] == max(stretches)
     assert missing_bytes >= 0

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +18,8 @@ from legroom.memory.plan import Plan
 from legroom.memory.planner import (
     SAFE,
     Problem,
+    _Placed,
+    best_placed,
     make_placed_plan,
     make_plan,
     make_safe_plan,
@@ -369,6 +372,48 @@ def test_links_are_left_time_to_spare(share: float) -> None:
     plan = make_plan(step, machine(), budget(step, share, host=10**6), "auto")
     slower = Simulator(step, machine().with_links(0.9)).run(plan.actions, "auto")
     assert plan.moves and slower.stall_s == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "rows, best",
+    [
+        ([(0, 9.0), (0, 8.0), (5, 1.0)], 1),
+        ([(7, 1.0), (5, 1.05), (1, 2.0)], 1),
+        ([(7, 1.0), (5, 1.2)], 0),
+        ([(7, 1.05), (7, 1.0)], 1),
+    ],
+)
+def test_room_for_all_comes_first_and_time_before_a_little_more_room(
+    rows: list[tuple[int, float]], best: int
+) -> None:
+    """An allocator that has to tidy up does so for one byte as for many."""
+    plan: Any = object()
+    found = [_Placed(missing, seconds, plan, NOWHERE) for missing, seconds in rows]
+    assert best_placed(found) is found[best]
+
+
+def test_a_plan_at_leisure_is_tried_where_a_quick_one_finds_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may find room for all in a larger share of the budget."""
+    step, quick_ones = chain(40, 512, output_bytes=16), []
+
+    def make(*args: Any, quick: bool = False, **kwargs: Any) -> Plan:
+        plan = make_plan(*args, quick=quick, **kwargs)
+        if quick:
+            quick_ones.append(plan)
+        return plan
+
+    def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
+        hurried = quick_ones[-1].actions == tuple(actions) and len(quick_ones) < 4
+        return Placement((limit,), int(hurried))
+
+    monkeypatch.setattr("legroom.memory.planner.make_plan", make)
+    monkeypatch.setattr("legroom.memory.planner.place", place)
+    limits = budget(step, 0.5)
+    plan, placed = make_placed_plan(step, machine(), limits, "auto")
+    assert len(quick_ones) == 4 and placed == Placement((limits["device"],), 0, step.signature)
+    assert plan.budget == limits, "at leisure, for all of it"
 
 
 def test_first_plans_are_given_all_the_room_where_it_is_tight() -> None:

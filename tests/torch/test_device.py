@@ -27,12 +27,11 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMeter]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
-    monkeypatch.setattr(
-        torch.cuda, "memory_stats_as_nested_dict", lambda _: {"num_alloc_retries": 0}
-    )
+    stats = {"num_alloc_retries": 0, "reserved_bytes": {"all": {"freed": 0}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
     meter = CudaMeter(torch.device("cpu"))
-    meter._grows, meter._limit = True, 1 << 20
+    meter._grows, meter._limit, meter._capped = True, 1 << 20, True
     yield meter
 
 
@@ -61,6 +60,8 @@ def test_a_layout_that_was_left_is_made_again(
     assert made(meter, (), monkeypatch) == 0, "a plan that asks for none leaves it be"
     assert made(meter, two, monkeypatch) and made(meter, one, monkeypatch)
     meter.uncap()
+    assert not made(meter, one, monkeypatch), "without a cap there is room"
+    meter._capped = True
     assert made(meter, one, monkeypatch), "its walls were taken away"
 
 
@@ -82,6 +83,25 @@ def test_a_layout_that_served_for_long_is_made_again_however_often(
         assert made(meter, stretches, monkeypatch)
         assert not any(made(meter, stretches, monkeypatch) for _ in range(LASTING))
         meter.layout.give_up()
+
+
+def test_a_step_that_pressed_the_allocator_has_lost_its_layout(
+    meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All free memory was given back in it: the next one needs it mapped again, a few times."""
+    level = {"peak": 0}
+    stats = {
+        "num_alloc_retries": 0,
+        "allocated_bytes": {"all": level},
+        "reserved_bytes": {"all": level | {"freed": 0}},
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: dict(stats))
+    stretches = (1 << 10, 1 << 16)
+    for times in range(2 * MOST_TIMES):
+        assert bool(made(meter, stretches, monkeypatch)) == (times < MOST_TIMES)
+        assert not meter.last().pressed
+        stats["num_alloc_retries"] += 1
+        assert meter.last().pressed and not meter.layout.stretches
 
 
 def test_a_room_is_made_anew_by_what_a_step_asked_for(
@@ -174,6 +194,7 @@ def test_rooms_are_made_after_each_uncapping(
     for _ in range(3 * MOST_TIMES):
         assert made(meter, (1 << 10, 1 << 16), monkeypatch)
         meter.uncap()
+        meter._capped = True
 
 
 def test_a_step_of_another_kind_teaches_this_one_nothing(
@@ -206,7 +227,8 @@ def test_the_room_that_plans_reckon_with_can_be_had(
     """What is planned with lies within the cap, with margin and walls; else steps run into it."""
     monkeypatch.setattr(device, "timing_event", lambda: None)
     meter, static = CudaMeter(torch.device("cpu")), budget // 3
-    meter._grows, meter._limit = True, budget - GRAIN
+    meter._grows, meter._limit, meter._capped = True, budget - GRAIN, True
+    monkeypatch.setattr(meter.layout, "_count_freed", int)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: static)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: static)

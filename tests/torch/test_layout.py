@@ -9,7 +9,7 @@ import torch
 
 from legroom.memory import layout
 from legroom.memory.arena import Placement
-from legroom.memory.layout import Layout
+from legroom.memory.layout import MOST_TIMES, Layout
 
 WALL, LIMIT, PAGE = 1 << 10, 1 << 20, 1 << 13
 
@@ -26,7 +26,7 @@ class Allocator:
 
     def __init__(self) -> None:
         self.live: dict[int, int] = {}
-        self.end = 0
+        self.end = self.freed = self.count = 0
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
@@ -44,6 +44,7 @@ class Allocator:
             address = max((a + n for a, n in self.live.items()), default=0)
             self.end = -(-(address + size) // PAGE) * PAGE
         self.live[address] = size
+        self.count += 1
         block = Block(address, size)
         weakref.finalize(block, self.live.pop, address)
         return block
@@ -51,7 +52,8 @@ class Allocator:
     def tidy(self) -> None:
         """Give back what lies free at the end."""
         last = max((a + n for a, n in self.live.items()), default=0)
-        self.end = -(-last // PAGE) * PAGE
+        end, self.end = self.end, -(-last // PAGE) * PAGE
+        self.freed += end - self.end
 
 
 @pytest.fixture
@@ -63,6 +65,11 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     monkeypatch.setattr(torch.cuda, "empty_cache", allocator.tidy)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: allocator.end)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: sum(allocator.live.values()))
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats_as_nested_dict",
+        lambda _: {"reserved_bytes": {"all": {"freed": allocator.freed}}},
+    )
     yield allocator
 
 
@@ -118,6 +125,50 @@ def test_what_a_watched_step_left_is_told_once(
         pass
     room.take_up(first, limit)
     assert room.spare_bytes() == int(room._mapped * spare) and room.spare_bytes() == 0
+
+
+def test_a_layout_lost_between_steps_is_made_again(allocator: Allocator) -> None:
+    """Others may empty the cache, or press the allocator, however often."""
+    room, placement = Layout(torch.device("cpu")), Placement((20 * WALL, 100 * WALL), 0)
+    for _ in range(3 * MOST_TIMES):
+        room.take_up(placement, LIMIT)
+        taken = allocator.count
+        room.take_up(placement, LIMIT)
+        assert allocator.count == taken, "it is there"
+        allocator.freed += PAGE
+        room.take_up(placement, LIMIT)
+        assert allocator.count > taken and len(room._walls) == 3
+
+
+def test_steps_of_other_shapes_do_not_teach_each_other(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be laid out alike, and ask for other things."""
+    limit, room, watched = 64 << 20, Layout(torch.device("cpu")), []
+    asked = [(True, i, limit) for i in range(2)]
+    monkeypatch.setattr(layout, "recorded", lambda _, into: nullcontext(into.extend(asked)))
+    one, two = (Placement((limit // 2,), 0, whose) for whose in ("one", "two"))
+    for placement in (one, two):
+        watched.append(room.take_up(placement, limit))
+        with room.watched():
+            pass
+    assert watched == [one, two]
+    assert room.take_up(one, limit).missing_bytes > 0 and room.take_up(two, limit).missing_bytes > 0
+    assert room.take_up(one, limit) == one
+
+
+def test_a_step_that_strayed_teaches_nothing(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked for what others will not."""
+    limit, room = 64 << 20, Layout(torch.device("cpu"))
+    asked = [(True, i, limit) for i in range(2)]
+    monkeypatch.setattr(layout, "recorded", lambda _, into: nullcontext(into.extend(asked)))
+    placement = room.take_up(Placement((limit // 2,), 0), limit)
+    with room.watched():
+        pass
+    room.unlearn()
+    assert room.take_up(placement, limit) == placement and room.spare_bytes() == 0
 
 
 def test_giving_a_layout_up_leaves_one_gap(allocator: Allocator) -> None:

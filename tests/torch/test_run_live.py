@@ -520,6 +520,7 @@ def test_a_bolder_plan_is_tried_where_the_host_is_busy(
             model.zero_grad()
         assert made == [CAUTION, BOLD] and job.current.still
         assert job.current.plan.policy == ("keep_all" if stays else "test_full")
+        assert job.current.bold == stays, "plans made later are as careful as the one in force"
 
 
 def test_a_plan_is_made_for_the_room_that_was_left_for_nothing() -> None:
