@@ -81,8 +81,10 @@ LINK_SHARE = 0.88
 a plan that leaves a link no time to spare waits for every late one."""
 FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
-LEISURE_S = 6.0
+LEISURE_S = 3.0
 """Time for plans at leisure for shares in which quick ones have found no room."""
+NEAR = 0.01
+"""A plan that lacks less than this share of the budget is made once more, for that much less."""
 DEAR = 1.1
 """Where no plan finds room for all, one that lacks less may take so many times as long."""
 LARGE = 0.05
@@ -222,6 +224,10 @@ def make_placed_plan(
     for share in tried or [1.0]:  # at more leisure, which may find room for all in a larger share
         if share == 1.0 or share == tried[-1] or time.monotonic() - started < LEISURE_S:
             found.append(placed(share, quick=False))
+            missing = found[-1].missing_bytes / limit
+            if 0 < missing < NEAR:
+                with contextlib.suppress(BudgetError):
+                    found.append(placed(share - 2 * missing, quick=False))
             if not found[-1].missing_bytes:
                 break
     best = best_placed(found)

@@ -410,10 +410,28 @@ def test_a_plan_at_leisure_is_tried_where_a_quick_one_finds_no_room(
 
     monkeypatch.setattr("legroom.memory.planner.make_plan", make)
     monkeypatch.setattr("legroom.memory.planner.place", place)
-    limits = budget(step, 0.5)
+    limits = {"device": make_plan(step, machine(), budget(step, 0.5)).predicted.device_bytes}
     plan, placed = make_placed_plan(step, machine(), limits, "auto")
     assert len(quick_ones) == 4 and placed == Placement((limits["device"],), 0, step.signature)
     assert plan.budget == limits, "at leisure, for all of it"
+
+
+def test_a_plan_that_nearly_finds_room_is_made_for_a_little_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not for the next share, which is much less."""
+    step, most = chain(200, 512, output_bytes=16), []
+
+    def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
+        most.append(int(0.995 * limit))
+        return Placement((limit,), max(0, simulator.shape(actions).peak - most[-1]))
+
+    monkeypatch.setattr("legroom.memory.planner.place", place)
+    monkeypatch.setattr("legroom.memory.planner.FEW_OPS", 0)
+    limits = {"device": make_plan(step, machine(), budget(step, 0.5)).predicted.device_bytes}
+    plan, placed = make_placed_plan(step, machine(), limits, "auto")
+    assert not placed.missing_bytes
+    assert 0.985 * limits["device"] <= plan.budget["device"] <= most[-1]
 
 
 def test_first_plans_are_given_all_the_room_where_it_is_tight() -> None:
