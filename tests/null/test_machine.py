@@ -197,3 +197,12 @@ def test_a_machine_that_breaks_its_law_names_the_row(changes: dict[str, object],
     """check() says which tier, link or rate is at fault."""
     with pytest.raises(RecordError, match=said):
         small_machine(**changes).check()
+
+
+def test_slower_links_are_slower_together_too() -> None:
+    """Each, and all of a root; nothing else changes."""
+    machine = find_machine("h200")
+    slower = machine.with_links(0.5)
+    assert [x.bytes_per_s * 2 for x in slower.links] == [x.bytes_per_s for x in machine.links]
+    assert slower.duplex["pcie"] * 2 == machine.duplex["pcie"]
+    assert msgspec.structs.replace(slower, links=machine.links, duplex=machine.duplex) == machine

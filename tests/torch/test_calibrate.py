@@ -272,3 +272,11 @@ def test_a_slower_host_takes_longer_for_all_it_does() -> None:
     assert slow.host_s(actions) == pytest.approx(3 * usual.host_s(actions))
     assert slow.run(actions).recompute_s == usual.run(actions).recompute_s
     assert slow.shape(actions).peak == usual.shape(actions).peak
+
+
+@pytest.mark.parametrize("share, busy", [(0.0, False), (0.2, False), (0.5, True)])
+def test_a_host_matters_where_it_is_at_work_for_much_of_a_step(share: float, busy: bool) -> None:
+    """Only then can a plan that leaves it less time be any faster."""
+    kind = kind_of(full)
+    kind.capture = rescaled(kind.capture, 1.0, share * total_s(kind))
+    assert kind.has_busy_host == busy

@@ -523,6 +523,32 @@ def test_a_bolder_plan_is_tried_where_the_host_is_busy(
         assert job.current.bold == stays, "plans made later are as careful as the one in force"
 
 
+@pytest.mark.parametrize("busy, promised", [(True, 0.995), (False, 0.5)])
+def test_a_bolder_plan_is_not_tried_for_nothing(
+    busy: bool, promised: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to promise something, and the host to be a matter at all."""
+
+    def make(*args: Any, caution: float, **kwargs: Any) -> Any:
+        plan, placement = make_placed_plan(*args, caution=caution, **kwargs)
+        step_s = promised if caution == BOLD else 1.0
+        predicted = msgspec.structs.replace(plan.predicted, step_s=step_s)
+        return msgspec.structs.replace(plan, predicted=predicted), placement
+
+    monkeypatch.setattr("legroom.memory.job.make_placed_plan", make)
+    monkeypatch.setattr(Kind, "has_busy_host", busy)
+    model, batch = stack(Mlp), rows()
+    with fitted(model, "test_full") as job:
+        last = job.meter.last
+        job.meter.last = lambda: replace(last(), seconds=lambda: 1.0)
+        for _ in range(12):
+            with job.step():
+                model(batch).sum().backward()
+            model.zero_grad()
+        assert job.current.still and not job.current.bold and len(job.current.verdicts) == 1
+        assert job.current.plan.predicted.step_s == 1.0
+
+
 def test_a_plan_is_made_for_the_room_that_was_left_for_nothing() -> None:
     """A watched step tells how much; the job settles after that."""
     model, batch = stack(Mlp), rows()
