@@ -18,7 +18,8 @@ from legroom.memory.parking import ALIVE, parks, update_position
 from legroom.memory.plan import held_inputs
 from legroom.memory.play import Replay
 from legroom.memory.simulate import Simulator
-from legroom.memory.trace import FULL, Step
+from legroom.memory.trace import Step
+from legroom.memory.variants import replayed
 
 ROUND_BYTES = 512
 SMALL_BYTES = 1 << 20
@@ -173,30 +174,19 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
 
 
 def _replayed(step: Step, replay: Replay) -> tuple[dict[int, float], list[Stay]]:
-    """When each storage of a block that runs again is back, and what comes and goes meanwhile.
-
-    A whole block holds a temporary as long as its forward does; a tape until its last op is done.
-    """
+    """When each storage of a block that runs again is back, and what comes and goes meanwhile."""
     variant, first = replay.variant, step.blocks[replay.block].first
     span = variant.last - first + 2
 
     def at(op: int) -> float:
         return replay.position - 0.5 + 0.5 * (op - first + 1) / (span + 1)
 
-    runs, uses, written = set(variant.replays), dict[int, int](), set[int]()
-    for i in sorted(runs):
-        written.update(step.ops[i].writes)
-        uses.update(dict.fromkeys((*step.ops[i].reads, *step.ops[i].writes), i))
     back, others, drops = dict[int, float](), list[Stay](), set(variant.drops)
-    for s in sorted(written):
-        storage = step.storages[s]
-        if not first <= storage.birth <= variant.last:
-            continue
-        back[s] = at(storage.birth)
+    for s, birth, end in replayed(step, variant.name, variant.replays, first, variant.last):
+        back[s] = at(birth)
         if s not in drops:
-            end = min(storage.release, variant.last) if variant.name == FULL else uses[s]
-            others.append((back[s], at(end + 1) + 0.5, storage.num_bytes))
-    for i in runs:
+            others.append((back[s], at(end + 1) + 0.5, step.storages[s].num_bytes))
+    for i in variant.replays:
         others.append((at(i), at(i + 1) + 0.5, step.ops[i].workspace_bytes))
     return back, others
 

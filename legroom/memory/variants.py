@@ -7,7 +7,7 @@ corners are whole numbers, so each price gives an exact best set, and all prices
 lower hull of time against bytes. Those hull points are the variants.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -181,19 +181,29 @@ def _variant(graph: _Graph, shape: _Shape) -> Variant:
 
 
 def _replay_peak(graph: _Graph, shape: str, drops: set[int], replays: set[int], last: int) -> int:
-    """Most bytes a replay holds: what it brings back, and temporaries.
+    """Most bytes a replay holds: what it brings back, and temporaries."""
+    first, ops = graph.block.first, graph.step.ops
+    level = np.zeros(last - first + 2, dtype=np.int64)
+    for s, birth, end in replayed(graph.step, shape, replays, first, last):
+        size = graph.step.storages[s].num_bytes
+        level[birth - first] += size
+        level[(last if s in drops else end) - first + 1] -= size
+    scratch = [ops[i].workspace_bytes if i in replays else 0 for i in range(first, last + 1)]
+    return int((np.cumsum(level)[:-1] + np.array(scratch, dtype=np.int64)).max())
+
+
+def replayed(
+    step: Step, shape: str, replays: Collection[int], first: int, last: int
+) -> Iterator[tuple[int, int, int]]:
+    """(storage, op that makes it, op after which it can go) of what ops that run again make.
 
     A whole block holds a temporary as long as its forward does; a tape until its last op is done.
     """
-    first, ops = graph.block.first, graph.step.ops
-    level = np.zeros(last - first + 2, dtype=np.int64)
-    ends = {s: i for i in sorted(replays) for s in (*ops[i].reads, *ops[i].writes)}
-    for s, writers in graph.writers.items():
-        storage = graph.step.storages[s]
-        if storage.birth > last or not any(first + w in replays for w in writers):
-            continue
-        end = min(storage.release, last) if shape == FULL else ends[s]
-        level[storage.birth - first] += storage.num_bytes
-        level[(last if s in drops else end) - first + 1] -= storage.num_bytes
-    scratch = [ops[i].workspace_bytes if i in replays else 0 for i in range(first, last + 1)]
-    return int((np.cumsum(level)[:-1] + np.array(scratch, dtype=np.int64)).max())
+    ends, written = dict[int, int](), set[int]()
+    for i in sorted(replays):
+        written.update(step.ops[i].writes)
+        ends.update(dict.fromkeys((*step.ops[i].reads, *step.ops[i].writes), i))
+    for s in sorted(written):
+        storage = step.storages[s]
+        if first <= storage.birth <= last:
+            yield s, storage.birth, min(storage.release, last) if shape == FULL else ends[s]
