@@ -187,8 +187,9 @@ class Kind:
 
     def put_back(self, force: Force) -> None:
         """Have what was in force before."""
-        self.capture, self.plan, self.script, self.placement, *_ = force
-        self.outfit, self.made, self.bold = force[-3:]
+        self.capture, self.plan, self.script = force.capture, force.plan, force.script
+        self.placement, self.outfit = force.placement, force.outfit
+        self.made, self.bold = force.made, force.bold
 
     def wear(self, made: Made, pace: Pace = SAME) -> None:
         """Run in other builds, which were chosen for this pace."""

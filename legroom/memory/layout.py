@@ -16,14 +16,12 @@ from legroom.memory.history import recorded
 
 MOST_TIMES = 4
 """How often one layout is made: where plans take turns, making it anew costs more than it saves."""
+LASTING = 16
+"""Unless the one before it has served for so many steps."""
 SHORT = (0.0, 0.01, 0.02, 0.04, 0.08)
 """Shares of itself by which a layout may be found too small."""
 SPARE = (0.16, 0.12, 0.08, 0.06, 0.04, 0.02)
 """And those by which it may be found larger than it need be."""
-LASTING = 16
-"""Unless the one before it has served for so many steps."""
-
-
 Key = tuple[str, tuple[int, ...]]
 """Whose layout, and its stretches: steps of other shapes ask for other things in the same ones."""
 

@@ -220,16 +220,18 @@ def make_placed_plan(
             tried.append(share)
             if not found[-1].missing_bytes:
                 break
-    started = time.monotonic()
-    for share in tried or [1.0]:  # at more leisure, which may find room for all in a larger share
-        if share == 1.0 or share == tried[-1] or time.monotonic() - started < LEISURE_S:
-            found.append(placed(share, quick=False))
-            missing = found[-1].missing_bytes / limit
-            if 0 < missing < NEAR:
-                with contextlib.suppress(BudgetError):
+    until = time.monotonic() + LEISURE_S
+    for share in tried:  # at more leisure, which may find room for all in a larger one
+        if share in (1.0, tried[-1]) or time.monotonic() < until:
+            with contextlib.suppress(BudgetError):
+                found.append(placed(share, quick=False))
+                missing = found[-1].missing_bytes / limit
+                if 0 < missing < NEAR:
                     found.append(placed(share - 2 * missing, quick=False))
             if not found[-1].missing_bytes:
                 break
+    if not found:
+        found.append(placed(1.0, quick=False))
     best = best_placed(found)
     return best.plan, best.placement
 

@@ -489,6 +489,14 @@ def test_a_plan_that_presses_the_allocator_is_not_waited_for() -> None:
     assert job.meter.slack == PRESSED and kind.best is not None
 
 
+def foretold(made: Any, caution: float, bold_s: float) -> Any:
+    """A plan and its placement; a bold one with this step time predicted, a careful one with 1."""
+    plan, placement = made
+    step_s = bold_s if caution == BOLD else 1.0
+    predicted = msgspec.structs.replace(plan.predicted, step_s=step_s)
+    return msgspec.structs.replace(plan, predicted=predicted), placement
+
+
 @pytest.mark.parametrize("bold_s, stays", [(0.8, True), (1.1, False)])
 def test_a_bolder_plan_is_tried_where_the_host_is_busy(
     bold_s: float, stays: bool, monkeypatch: pytest.MonkeyPatch
@@ -499,9 +507,7 @@ def test_a_bolder_plan_is_tried_where_the_host_is_busy(
     def make(*args: Any, caution: float, **kwargs: Any) -> Any:
         made.append(caution)
         policy = "keep_all" if caution == BOLD else "test_full"
-        plan, placement = make_placed_plan(*args[:-1], policy, **kwargs)
-        predicted = msgspec.structs.replace(plan.predicted, step_s=0.7 if caution == BOLD else 1.0)
-        return msgspec.structs.replace(plan, predicted=predicted), placement
+        return foretold(make_placed_plan(*args[:-1], policy, **kwargs), caution, 0.7)
 
     monkeypatch.setattr("legroom.memory.job.make_placed_plan", make)
     monkeypatch.setattr(Kind, "has_busy_host", True)
@@ -530,10 +536,7 @@ def test_a_bolder_plan_is_not_tried_for_nothing(
     """It has to promise something, and the host to be a matter at all."""
 
     def make(*args: Any, caution: float, **kwargs: Any) -> Any:
-        plan, placement = make_placed_plan(*args, caution=caution, **kwargs)
-        step_s = promised if caution == BOLD else 1.0
-        predicted = msgspec.structs.replace(plan.predicted, step_s=step_s)
-        return msgspec.structs.replace(plan, predicted=predicted), placement
+        return foretold(make_placed_plan(*args, caution=caution, **kwargs), caution, promised)
 
     monkeypatch.setattr("legroom.memory.job.make_placed_plan", make)
     monkeypatch.setattr(Kind, "has_busy_host", busy)
