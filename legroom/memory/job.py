@@ -330,7 +330,7 @@ class MemoryJob:
         # Where the allocator took the time, that says nothing of ops, links or host.
         pressed, slack = kind.pressed, self.meter.slack
         expected = as_predicted(kind)
-        roomier = pressed and self.meter.give_way(PRESSED)
+        roomier = kind.wants_room and self.meter.give_way(PRESSED)
         shifted = roomier or (expected and self.meter.take_back())
         tried = kind.bold or kind.replans >= MAX_REPLANS
         kind.still = not shifted and (pressed or expected or tried)
@@ -345,8 +345,8 @@ class MemoryJob:
             elif not pressed and not kind.dared:
                 self._plan_boldly(kind)
             return
-        kind.replans, kind.presses = kind.replans + (not pressed), 0
-        force = kind.force
+        kind.replans, kind.given_room = kind.replans + (not pressed), kind.given_room + roomier
+        kind.presses, force = 0, kind.force
         if self.workshop is not None:
             self.workshop.remake(kind, self.machine, self.planning_budget(), self.policy)
         try:

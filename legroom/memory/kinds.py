@@ -29,6 +29,8 @@ NOISE = 0.04
 """Steps whose middle half lies closer together, as a share of their median, are alike."""
 TIDYING = 1.15
 """Steps that press the allocator may fail one day: only if others take so many times as long."""
+MOST_ROOM = 4
+"""How often more room is left to the allocator: pressed after that, it is not for want of room."""
 PRESSES = 2
 """Steps in which the allocator ran into its cap: one may be the first, which makes room."""
 
@@ -149,6 +151,8 @@ class Kind:
     """How many of them the plan in force was judged by."""
     presses: int = 0
     """Steps under the plan in force in which the allocator ran into its cap."""
+    given_room: int = 0
+    """How often more was left to the allocator for it."""
     cramped: bool = False
     """There is no plan that leaves the allocator more room."""
     pending: Callable[[], Measurement] | None = None
@@ -243,6 +247,11 @@ class Kind:
         """Whether the plan in force leaves the allocator too little room, and should not."""
         given = self.cramped or self.placement.missing_bytes
         return self.presses >= PRESSES and not given
+
+    @property
+    def wants_room(self) -> bool:
+        """Whether more room for the allocator may help."""
+        return self.pressed and self.given_room < MOST_ROOM
 
     @property
     def ripe(self) -> bool:

@@ -8,6 +8,7 @@ given back, and stretches and walls are then cut from that in turn, it being the
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -138,9 +139,10 @@ class Layout:
     def _map(self, stretches: tuple[int, ...], limit: int) -> int:
         """Take memory for them, the last as large as may be; by how much that is too small."""
         self.give_up()
-        self.stretches = stretches
+        self.stretches, small = stretches, self._count_small("peak")
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(self.device) + (len(stretches) + 1) * WALL
+        held += max(small - self._count_small("current"), 0)  # they come back in the next step
         last = limit - held - sum(stretches[:-1])
         sizes = [*stretches[:-1], last // ROUND_BYTES * ROUND_BYTES]
         if sizes[-1] < max(sizes):  # more is held than the plan knows of
@@ -169,8 +171,14 @@ class Layout:
                 return torch.cuda.empty_cache()
 
     def _count_freed(self) -> int:
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(stats["reserved_bytes"]["all"]["freed"])
+        return int(self._reserved()["all"]["freed"])
+
+    def _count_small(self, when: str) -> int:
+        """Bytes held for small blocks, which lie apart from all others."""
+        return int(self._reserved()["small_pool"][when])
+
+    def _reserved(self) -> Any:
+        return torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]
 
     def _take(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -82,7 +82,7 @@ a plan that leaves a link no time to spare waits for every late one."""
 FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
 LEISURE_S = 3.0
-"""Time for plans at leisure for shares in which quick ones have found no room."""
+"""Time for plans at leisure, one of which is made in any case."""
 NEAR = 0.01
 """A plan that lacks less than this share of the budget is made once more, for that much less."""
 DEAR = 1.1
@@ -221,15 +221,16 @@ def make_placed_plan(
             if not found[-1].missing_bytes:
                 break
     until = time.monotonic() + LEISURE_S
-    for share in tried:  # at more leisure, which may find room for all in a larger one
-        if share in (1.0, tried[-1]) or time.monotonic() < until:
-            with contextlib.suppress(BudgetError):
-                found.append(placed(share, quick=False))
-                missing = found[-1].missing_bytes / limit
-                if 0 < missing < NEAR:
-                    found.append(placed(share - 2 * missing, quick=False))
-            if not found[-1].missing_bytes:
-                break
+    for share in (*tried[-1:], *tried[:-1]):  # at leisure; that may find room in a larger one, too
+        if share != tried[-1] and time.monotonic() > until:
+            break
+        with contextlib.suppress(BudgetError):
+            found.append(placed(share, quick=False))
+            missing = found[-1].missing_bytes / limit
+            if 0 < missing < NEAR:
+                found.append(placed(share - 2 * missing, quick=False))
+        if share != tried[-1] and not found[-1].missing_bytes:
+            break
     if not found:
         found.append(placed(1.0, quick=False))
     best = best_placed(found)

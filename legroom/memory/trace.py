@@ -250,10 +250,17 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
         """Position where the storage is first saved."""
         return self.saves[storage][0].packed
 
+    @cached_property
+    def _first_uses(self) -> dict[int, int]:
+        end = len(self.ops)
+        return {
+            storage: min((p for row in rows for p in row.unpacked), default=end)
+            for storage, rows in self.saves.items()
+        }
+
     def first_use(self, storage: int) -> int:
         """Position of the first backward use of a saved storage; N if it has none."""
-        uses = [p for row in self.saves[storage] for p in row.unpacked]
-        return min(uses, default=len(self.ops))
+        return self._first_uses[storage]
 
     def check(self) -> Self:
         """Lifetimes in order, ops touch only living storages, saved rows and blocks in range."""

@@ -27,7 +27,9 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaMeter]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
-    stats = {"num_alloc_retries": 0, "reserved_bytes": {"all": {"freed": 0}}}
+    level = {"current": 0, "peak": 0, "freed": 0}
+    reserved = {"all": level, "small_pool": level}
+    stats = {"num_alloc_retries": 0, "reserved_bytes": reserved}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
     meter = CudaMeter(torch.device("cpu"))
@@ -89,11 +91,11 @@ def test_a_step_that_pressed_the_allocator_has_lost_its_layout(
     meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All free memory was given back in it: the next one needs it mapped again, a few times."""
-    level = {"peak": 0}
+    level = {"current": 0, "peak": 0, "freed": 0}
     stats = {
         "num_alloc_retries": 0,
         "allocated_bytes": {"all": level},
-        "reserved_bytes": {"all": level | {"freed": 0}},
+        "reserved_bytes": {"all": level, "small_pool": level},
     }
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: dict(stats))
     stretches = (1 << 10, 1 << 16)
@@ -229,6 +231,7 @@ def test_the_room_that_plans_reckon_with_can_be_had(
     meter, static = CudaMeter(torch.device("cpu")), budget // 3
     meter._grows, meter._limit, meter._capped = True, budget - GRAIN, True
     monkeypatch.setattr(meter.layout, "_count_freed", int)
+    monkeypatch.setattr(meter.layout, "_count_small", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: static)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: static)

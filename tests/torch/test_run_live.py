@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
 from legroom.memory.host import BOLD, CAUTION
-from legroom.memory.kinds import Kind
+from legroom.memory.kinds import MOST_ROOM, Kind
 from legroom.memory.mechanisms.entry import Dropped
 from legroom.memory.planner import make_placed_plan
 from legroom.memory.relief import PRESSED
@@ -487,6 +487,20 @@ def test_a_plan_that_presses_the_allocator_is_not_waited_for() -> None:
                 seen, pressed = [kind.visits, kind.replans, kind.best], False
     assert seen[0] <= 6 and seen[1] == 0 and seen[2].pressed
     assert job.meter.slack == PRESSED and kind.best is not None
+
+
+def test_room_that_does_not_help_is_not_given_for_ever() -> None:
+    """Something else presses the allocator: each plan takes its time, and none is better."""
+    model, batch = stack(Mlp), rows()
+    with fitted(model, "keep_all") as job:
+        last = job.meter.last
+        job.meter.last = lambda: replace(last(), pressed=True)
+        for _ in range(60):
+            with job.step():
+                model(batch).sum().backward()
+            model.zero_grad()
+        assert job.current.still and job.current.cramped
+        assert job.meter.slack == pytest.approx(MOST_ROOM * PRESSED)
 
 
 def foretold(made: Any, caution: float, bold_s: float) -> Any:

@@ -37,7 +37,7 @@ FEW = 64
 """Variants of all blocks that are so few are solved whole at once."""
 LEAST_SHARE = 20_000
 """Tensors smaller than this part of the budget are not worth a move."""
-DEADLINE_S, EXCHANGE_S = 3.0, 1.0
+DEADLINE_S, EXCHANGE_S = 1.5, 0.5
 Timed = tuple[float, list[Action]]
 """A plan and how long its step takes."""
 HOST_FULL = 0.9

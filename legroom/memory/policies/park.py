@@ -18,8 +18,9 @@ from legroom.memory.simulate import Simulator
 
 DEADLINE_S, FULL_S = 4.0, 3.0
 """After so long no more numbers are tried, once one fits; and no plan is made with more care."""
-MORE = (0.5, 1.0, 0.25, 0.0)
-"""Of the states that need not go, those that do: the rest of the step then has more room."""
+MORE = (0.0, 0.25, 0.5, 1.0)
+"""Of the states that need not go, those that do: the rest of the step then has more room. Once
+more of them are slower, yet more are not tried."""
 STEEP = 3.0
 """The last byte made room for costs so many times as much as one on average, or less."""
 
@@ -58,7 +59,9 @@ def parked(
     quick, found = problem._replace(quick=True), [bare]
     for size in [size for size in sizes if size] or [total]:
         found.append(_with(quick, size, choose))
-        if problem.keeps(found[-1].actions) and time.monotonic() - started > DEADLINE_S:
+        late = time.monotonic() - started > DEADLINE_S
+        slower = better(problem, found[1:]) is not found[-1]
+        if problem.keeps(found[-1].actions) and (late or slower):
             break
     best, late = better(problem, found), time.monotonic() - started > FULL_S
     if problem.quick or late or not parks(best.actions) or not problem.keeps(best.actions):

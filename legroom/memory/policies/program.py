@@ -58,12 +58,13 @@ class Program:
         self.whole: list[bool] = []
         self.upper: list[float] = []
         self.edges = _slot_edges(problem)
-        self.slack: dict[int, int] = {}
         self._column_variants()
         self._column_moves(storages)
         self._column_links()
         self.late_host = self._column(1.0)
         self._spots()
+        self._terms: dict[int, dict[int, float]] = {}
+        """What choices take away at a position, where that was asked for."""
 
     # -- columns -----------------------------------------------------------------------------
 
@@ -140,12 +141,19 @@ class Program:
         slot = int(np.searchsorted(self.edges, position, side="right")) - 1
         return min(max(slot, 0), len(self.edges) - 2)
 
-    def _gone(self, position: int, skip: int = -1) -> dict[int, float]:
+    def _less(self, position: int) -> dict[int, float]:
+        """What each choice takes away at a position, in shares of the budget."""
+        if position not in self._terms:
+            terms = self._gone(position) | self._away(position)
+            self._terms[position] = {c: x * self.scale for c, x in terms.items()}
+        return self._terms[position]
+
+    def _gone(self, position: int) -> dict[int, float]:
         """Bytes each variant takes away at a position."""
         terms: dict[int, float] = {}
         for (b, v), column in self.variants.items():
             variant, back = self.step.blocks[b].variants[v], self.replay_at[b][v]
-            if b == skip or not self.step.blocks[b].first <= position < back:
+            if not self.step.blocks[b].first <= position < back:
                 continue
             away = sum(
                 self.step.storages[s].num_bytes
@@ -177,24 +185,19 @@ class Program:
     def _memory_rows(self, rows: _Rows, limit: int) -> list[int]:
         made = []
         for position, extra in self.spots.items():
-            terms = self._gone(position) | self._away(position)
             bound = limit - extra - int(self.during[position])
-            made.append(self._scaled(rows, terms, bound))
+            made.append(rows.add(self._less(position), bound * self.scale))
         for b, places in self.replay_at.items():
             position = next(iter(places.values()))
-            terms = self._gone(position, skip=b) | self._away(position)
+            terms = dict(self._less(position))
             for v in places:
                 variant = self.step.blocks[b].variants[v]
-                terms[self.variants[b, v]] = float(
-                    variant.replay_peak_bytes - variant.dropped_bytes
-                )
+                extra = variant.replay_peak_bytes - variant.dropped_bytes
+                terms[self.variants[b, v]] = extra * self.scale
             before = self.during[position] - self.sim.births[position] - self.sim.scratch[position]
             bound = limit - self.replay_extra.get(b, 0) - int(before)
-            made.append(self._scaled(rows, terms, bound))
+            made.append(rows.add(terms, bound * self.scale))
         return made
-
-    def _scaled(self, rows: _Rows, terms: dict[int, float], bound: int) -> int:
-        return rows.add({c: x * self.scale for c, x in terms.items()}, bound * self.scale)
 
     def _choice_rows(self, rows: _Rows) -> None:
         for b in self.replay_at:
@@ -208,9 +211,10 @@ class Program:
             rows.add(dict.fromkeys(columns, 1.0), 1.0)
         for tier in self.problem.tiers():
             terms = {
-                self.moves[s, tier]: float(self.step.storages[s].num_bytes) for s in self.leave
+                self.moves[s, tier]: self.step.storages[s].num_bytes * self.scale
+                for s in self.leave
             }
-            self._scaled(rows, terms, self.problem.budget[tier])
+            rows.add(terms, self.problem.budget[tier] * self.scale)
 
     def _host_rows(self, rows: _Rows) -> None:
         """The host's own work, where it is a matter: late if forward, or the step, has too much."""
