@@ -143,8 +143,8 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
     """When which bytes are on the device: each storage in its stretches, scratch, replays."""
     step, storages = simulator.step, simulator.step.storages
     held = held_inputs(step, [a for a in actions if isinstance(a, Recompute)])
-    away: dict[int, tuple[float, float]] = {
-        a.storage: (max(storages[a.storage].release + 1, a.out_wait), a.in_start)
+    away: dict[int, tuple[float, float]] = {  # room is taken for it before a replay begins
+        a.storage: (max(storages[a.storage].release + 1, a.out_wait), a.in_start - 0.5)
         for a in actions
         if isinstance(a, Move)
     }

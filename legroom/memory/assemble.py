@@ -71,14 +71,15 @@ def _root(recorder: Recorder) -> Root | None:
 def _accumulate_in_place(recorder: Recorder) -> None:
     """Let gradients that meet be added in place, as autograd does when nobody watches its ops.
 
-    It adds a gradient to one that waits for it, made by another node, and needed no more.
+    It adds a gradient to one that waits for it, made by another node, and needed no more; unless
+    that is a view, whose base could be somebody's.
     """
     storages, saved = recorder.storages, {row.storage for row in recorder.saved}
     sums: dict[int, int] = {}
     for i, op in enumerate(recorder.ops):
         op.reads[:] = dict.fromkeys(sums.get(s, s) for s in op.reads)
         op.writes[:] = dict.fromkeys(sums.get(s, s) for s in op.writes)
-        if op.name != "aten.add.Tensor" or op.node < 0 or len(op.reads) != 2:
+        if op.name != "aten.add.Tensor" or op.node < 0 or len(op.reads) != 2 or op.on_view:
             continue
         made, waiting = op.results[0], op.reads[0]
         if made < 0 or made in saved or waiting in saved:
@@ -285,6 +286,9 @@ def set_releases(recorder: Recorder, like: Step | None) -> None:
             last.update(dict.fromkeys((*op.reads, *op.writes), i))
     for sid in {row.storage for row in recorder.saved}:
         raw = recorder.storages[sid]
-        held_to_end = raw.release is None or recorder.ops[raw.release].phase != Phase.FORWARD
-        if raw.birth >= 0 and held_to_end:
+        if raw.birth < 0:
+            continue
+        if raw.release is None or recorder.ops[raw.release].phase != Phase.FORWARD:
             raw.release = known.get(sid, last.get(sid, raw.birth))
+        else:  # a copy may have held it longer than the step itself does
+            raw.release = min(raw.release, known.get(sid, raw.release))

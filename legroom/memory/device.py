@@ -108,10 +108,9 @@ class Meter(ABC):
         """Bytes that libraries may take for themselves in the first steps."""
         return 0
 
-    @property
-    def places(self) -> bool:
-        """Whether the allocator places tensors in stretches that it can be given."""
-        return False
+    def room(self, budget: int) -> int:
+        """Bytes of a budget that plans can be laid out in; 0 where the allocator takes none."""
+        return 0
 
     @abstractmethod
     def make_room(self, placement: Placement) -> Placement:
@@ -250,14 +249,20 @@ class CudaMeter(Meter):
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take.
 
-        Growing segments: a grain at the cap, one for grains in part filled with what stays, and the
-        margin, which is outside of the room that plans are laid out in.
+        Growing segments: a grain at the cap, one, or what was found, for those in part filled with
+        what stays, and the margin, which is outside of the room that plans are laid out in.
         """
-        gaps = 2 * GRAIN + self._margin(budget - GRAIN) if self._grows else 0
+        return max(int(budget * self.SLACK), self._gaps(budget)) + self._left(budget)
+
+    def _gaps(self, budget: int) -> int:
+        lost = max(self.layout.lost, GRAIN)
+        gaps = GRAIN + lost + self._margin(budget - GRAIN) if self._grows else 0
+        return min(gaps, int(budget * MOST_SLACK))
+
+    def _left(self, budget: int) -> int:
+        """What is left to it beyond that, in whole grains."""
         more = int(budget * self.slack)
-        if self._grows:
-            more = -(-more // GRAIN) * GRAIN
-        return max(int(budget * self.SLACK), min(gaps, int(budget * MOST_SLACK))) + more
+        return -(-more // GRAIN) * GRAIN if self._grows else more
 
     def _margin(self, limit: int) -> int:
         least = min(MARGIN, int(limit * SMALL_SHARE))
@@ -268,10 +273,10 @@ class CudaMeter(Meter):
         """For matrix products in forward and in backward, 32 MiB each on large cards; and more."""
         return 128 << 20
 
-    @property
-    def places(self) -> bool:
-        """Whether stretches that were mapped once stay so."""
-        return self._grows
+    def room(self, budget: int) -> int:
+        """All but those gaps, and a grain to spare: once laid out, tensors leave no others."""
+        taken = self._gaps(budget) + self._left(budget) + GRAIN
+        return max(budget - taken, 0) if self._grows else 0
 
     def make_room(self, placement: Placement) -> Placement:
         """Map memory for all of a step, in stretches, and leave them to the allocator."""

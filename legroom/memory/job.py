@@ -214,9 +214,9 @@ class MemoryJob:
         """Make a plan, and have it in force if it is faster than the one there is, by a share."""
         assert kind.capture is not None
         budget, step, old = self.planning_budget(), kind.capture.step, kind.plan
-        make = partial(make_placed_plan, lossy=self.lossy, places=self.meter.places)
-        caution = BOLD if kind.bold else CAUTION
-        plan, placement = make(step, self.machine, budget, self.policy, caution=caution)
+        options: Any = {"lossy": self.lossy, "caution": BOLD if kind.bold else CAUTION}
+        options["room"] = self.meter.room(self.budget["device"])
+        plan, placement = make_placed_plan(step, self.machine, budget, self.policy, **options)
         if least_gain and old and plan.predicted.step_s > (1 - least_gain) * old.predicted.step_s:
             return
         kind.placement = placement
@@ -271,8 +271,8 @@ class MemoryJob:
         kind.visits += 1
         if kind.visits == 1:  # libraries and optimizer have taken what they keep
             check_real(self.model)
-            limit = self.planning_budget()["device"]
-            kind.placement = rough_placement(kind.plan, limit, self.meter.places)
+            limit, room = self.planning_budget()["device"], self.meter.room(self.budget["device"])
+            kind.placement = rough_placement(kind.plan, limit, room)
         strayed = kind.recorded and (bool(self.runner.deviation) or self._refused)
         kind.strayed = kind.strayed + 1 if strayed else 0
         if strayed:

@@ -47,6 +47,8 @@ class Layout:
         """The one that the next step is watched for."""
         self._served = 0
         """Steps since it was made."""
+        self.lost = 0
+        """Bytes held for what stays, in segments that it does not fill, as found last."""
 
     def take_up(self, placement: Placement, limit: int) -> Placement:
         """Have memory lie as a placement wants it, where that wants anything, up to a limit.
@@ -141,11 +143,13 @@ class Layout:
         self.give_up()
         self.stretches, small = stretches, self._count_small("peak")
         torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved(self.device) + (len(stretches) + 1) * WALL
+        held = torch.cuda.memory_reserved(self.device)
+        self.lost = held - torch.cuda.memory_allocated(self.device)
+        held += (len(stretches) + 1) * WALL
         held += max(small - self._count_small("current"), 0)  # they come back in the next step
         last = limit - held - sum(stretches[:-1])
         sizes = [*stretches[:-1], last // ROUND_BYTES * ROUND_BYTES]
-        if sizes[-1] < max(sizes):  # more is held than the plan knows of
+        if sizes[-1] < max(0, *sizes):  # more is held than the plan knows of
             sizes = [max(sum(sizes), 0)]
         self._mapped = 0
         blocks: list[torch.Tensor] = []

@@ -175,14 +175,14 @@ def make_safe_plan(
     return make(budget, policy)
 
 
-def rough_placement(plan: Plan | None, limit: int, places: bool) -> Placement:
+def rough_placement(plan: Plan | None, limit: int, room: int) -> Placement:
     """For a plan of steps not yet recorded: all of the room, unless that is far more than enough.
 
     An allocator that has to find it piece by piece, at its cap, is slow, and so is the step that
     is timed meanwhile.
     """
     tight = plan is not None and plan.predicted.device_bytes >= FAR * limit
-    return WHOLE if places and tight else NOWHERE
+    return WHOLE if room and tight else NOWHERE
 
 
 def make_placed_plan(
@@ -192,25 +192,26 @@ def make_placed_plan(
     policy: str,
     *,
     lossy: bool = False,
-    places: bool = True,
+    room: int | None = None,
     caution: float = CAUTION,
 ) -> tuple[Plan, Placement]:
     """A plan whose tensors find room in the device's budget as its allocator places them.
 
     Where none does, the allocator has to tidy up in mid-step, which is slow and may fail: the plan
-    that comes closest is taken. Where it cannot be helped (`places` is False), or has room in
-    plenty, nothing is placed.
+    that comes closest is taken. `room` is what tensors may lie in, if that is more than the budget;
+    where it is 0, since the allocator cannot be helped, or is plenty, nothing is placed.
     """
     make = partial(make_plan, step, machine, policy=policy, lossy=lossy, caution=caution)
-    if not places:
+    if room == 0:
         return make(budget), NOWHERE
     limit, careful = budget["device"], careful_simulator(step, machine, caution)
+    wide = max(limit, room or 0)
 
     def placed(share: float, quick: bool) -> _Placed:
         plan = make({**budget, "device": int(limit * share)}, quick=quick)
         placement, seconds = NOWHERE, careful.time(plan.actions)
         if plan.predicted.device_bytes >= FAR * limit:
-            placement = place(careful, plan.actions, limit)._replace(whose=step.signature)
+            placement = place(careful, plan.actions, wide)._replace(whose=step.signature)
         return _Placed(placement.missing_bytes, seconds, plan, placement)
 
     found, tried = list[_Placed](), list[float]()

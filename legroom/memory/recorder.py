@@ -54,6 +54,8 @@ class RawOp:
     """Which node of the graph was running, in backward."""
     results: tuple[int, ...] = ()
     """Storage of each result, -1 where it is no tensor of the device."""
+    on_view: bool = False
+    """Its first argument is a view of another tensor."""
 
 
 @dataclass
@@ -276,6 +278,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             unpacked=self.last_unpacked,
             node=current_node(),
             results=tuple(self._result(x) for x in (out if many else (out,))),
+            on_view=bool(args) and isinstance(args[0], Tensor) and args[0]._is_view(),
         )
 
     def _result(self, value: Any) -> int:

@@ -6,7 +6,10 @@ import pytest
 
 from legroom.machine.spec import find_machine
 from legroom.memory import arena
-from legroom.memory.arena import ROUND_BYTES, Arena, arrange, place
+from legroom.memory.actions import Move, Recompute
+from legroom.memory.arena import ROUND_BYTES, Arena, arrange, place, stays
+from legroom.memory.handmade import chain
+from legroom.memory.plan import find_variant, replay_position
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Kind, Op, Phase, Step, Storage
 
@@ -74,6 +77,22 @@ def test_what_is_always_there_takes_its_part() -> None:
     placed = place(Simulator(step, MACHINE), [], 100 * MIB)
     assert placed.stretches == (50 * MIB,) and placed.missing_bytes == 0
     assert missing(step, 70) == 10
+
+
+def test_a_fetch_takes_its_room_before_a_replay_at_the_same_place() -> None:
+    """What asks for the replay first has the copies begin that are due by then."""
+    step = chain(3, saved_bytes=[7 * MIB, 5 * MIB, 3 * MIB], output_bytes=MIB)
+    again = Recompute(block=1, variant="full")
+    at = replay_position(step, find_variant(step, again))
+    moved = next(s for s in step.saves if step.storages[s].num_bytes == 7 * MIB)
+    out = step.packed(moved)
+    move = Move(
+        storage=moved, tier="host", out_start=out, out_wait=out + 1, in_start=at, in_wait=at + 1
+    )
+    found = list(stays(Simulator(step, MACHINE), [again, move]))
+    back = min(start for start, _, size in found if size == 7 * MIB and start > out)
+    replayed = min(start for start, _, size in found if size == 5 * MIB and start > out + 2)
+    assert at - 1 < back < replayed < at
 
 
 def test_an_arena_gives_out_no_byte_twice() -> None:

@@ -439,7 +439,7 @@ def test_first_plans_are_given_all_the_room_where_it_is_tight() -> None:
     step = chain(12, 4096, output_bytes=64)
     plan = make_plan(step, machine(), budget(step, 0.5), "auto")
     peak = plan.predicted.device_bytes
-    assert rough_placement(plan, int(peak / 0.8), places=True) == WHOLE
-    assert rough_placement(plan, int(peak / 0.6), places=True) == NOWHERE
-    assert rough_placement(plan, peak, places=False) == NOWHERE
-    assert rough_placement(None, peak, places=True) == NOWHERE
+    assert rough_placement(plan, int(peak / 0.8), room=peak) == WHOLE
+    assert rough_placement(plan, int(peak / 0.6), room=peak) == NOWHERE
+    assert rough_placement(plan, peak, room=0) == NOWHERE
+    assert rough_placement(None, peak, room=peak) == NOWHERE

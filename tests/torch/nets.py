@@ -40,6 +40,19 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(batch, time, width))
 
 
+class Gated(nn.Module):
+    """A norm, and two layers side by side, without bias: gradients meet at what both read."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.gate, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(torch.relu(self.gate(y)) * self.up(y))
+
+
 class Thirds(nn.Module):
     """Nothing but products: they save weights, and three views of one storage."""
 

@@ -47,6 +47,8 @@ class Allocator:
 
     def take(self, size: int, **_: object) -> Block:
         """A block of this size."""
+        if not size:
+            return Block(0, 0)
         address = next((a for gap, a in self.gaps if gap >= size), None)
         if address is None:
             address = max((a + n for a, n in self.live.items()), default=0)
@@ -106,6 +108,17 @@ def test_small_blocks_find_their_room_again(first: int, allocator: Allocator) ->
     assert LIMIT - 11 * PAGE <= allocator.end <= LIMIT - 9 * PAGE
     short = room.take_up(Placement((LIMIT - 8 * PAGE,), 0), LIMIT).missing_bytes
     assert PAGE <= short < 2 * PAGE, "a plan that took it is told"
+
+
+@pytest.mark.parametrize("stretches", [(40 * WALL,), (20 * WALL, 40 * WALL)])
+def test_where_nothing_is_left_the_plan_is_told(
+    stretches: tuple[int, ...], allocator: Allocator
+) -> None:
+    """Others hold all of it, and more."""
+    held, room = allocator.take(LIMIT), Layout(torch.device("cpu"))
+    short = room.take_up(Placement(stretches, 0), LIMIT - PAGE).missing_bytes
+    assert short == sum(stretches) + PAGE + (len(stretches) + 1) * WALL
+    assert max(size for a, size in allocator.live.items() if a != held.address) == WALL
 
 
 @pytest.mark.parametrize("more, short", [(-0.01, 0.0), (0.005, 0.01), (0.03, 0.04), (0.5, 0.08)])

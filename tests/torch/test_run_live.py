@@ -450,7 +450,8 @@ def test_a_step_recorded_under_a_plan_has_the_lives_of_the_plain_one(
             step = job.current.capture.step
         assert step.capture == "real"
         saved = sorted(step.saves)
-        lives.append([(s, step.storages[s].birth, step.storages[s].death) for s in saved])
+        rows_of = [step.storages[s] for s in saved]
+        lives.append([(s.name, s.birth, s.release, s.death) for s in rows_of])
     assert lives[0] == lives[1]
 
 

@@ -10,12 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from legroom.memory.arena import _events, stays
 from legroom.memory.simulate import Simulator
-from tests.torch.nets import Attention, Mlp, rows, stack, texts
+from tests.torch.nets import Attention, Gated, Mlp, rows, stack, texts
 from tests.torch.support import fitted
 
 LEAST = 6 << 10
 """Smaller blocks come from libraries, too."""
 COUNT = 256
+WAYS = ("keep_all", "test_full", "test_selective", "test_swap", "test_mixed")
 
 
 def asked_for(run: Any) -> list[tuple[bool, int]]:
@@ -44,11 +45,12 @@ def in_runs(events: Iterable[tuple[bool, int]]) -> list[tuple[bool, list[int]]]:
     return [(take, sorted(n for _, n in group)) for take, group in groupby(large, lambda e: e[0])]
 
 
-@pytest.mark.parametrize("policy", ["keep_all", "test_full", "test_selective"])
-@pytest.mark.parametrize("block", [Mlp, Attention])
+@pytest.mark.parametrize("policy", WAYS)
+@pytest.mark.parametrize("block", [Mlp, Attention, Gated])
 def test_events_are_those_of_the_step(block: Any, policy: str) -> None:
     """Also while a block runs again, op by op."""
-    model, batch = stack(block), rows(count=COUNT) if block is Mlp else texts()
+    batch = {Mlp: rows(count=COUNT), Attention: texts(), Gated: texts().repeat(4, 1, 1)}[block]
+    model = stack(block)
 
     with fitted(model, policy) as job:
 
