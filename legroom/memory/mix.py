@@ -51,6 +51,14 @@ def with_builds(step: Step, choice: Mapping[int, Build]) -> Rebuilt:
     return made._replace(step=with_variants(made.step))
 
 
+def fitting_share(simulator: Simulator, limit: int) -> float:
+    """About how much of what a step saves it can keep within a limit, moves left aside."""
+    step = simulator.step
+    saved = sum(step.storages[s].num_bytes for s in step.saves)
+    over = simulator.shape([]).peak - limit
+    return 1 - max(over, 0) / max(saved, 1)
+
+
 class Knapsack:
     """One build for each block: least time, with room at every position."""
 

@@ -32,7 +32,7 @@ from legroom.memory.saved import (
 from legroom.memory.timers import SPAN, CpuClock, CudaClock, Spans, memory_reports, reports_peak
 from legroom.memory.verify import Snapshot
 
-SHARES = (1.0, 0.0, 0.4, 0.7, 0.2)
+SHARES = (1.0, 0.7, 0.4, 0.2, 0.0)
 """Of what a block could save, for the partitioner to keep."""
 ROUNDS = 5
 HEAT_S = 0.3
@@ -46,12 +46,15 @@ Found = list[tuple[float, Build]]
 """Builds with the numbers of their ways."""
 
 
-def build_ways(
-    compiler: Compiler, module: nn.Module, shares: Iterable[float] | None = None
-) -> Iterator[Way]:
-    """A block compiled to keep the one share or the other; the ends first."""
-    for share in SHARES if shares is None else shares:
+def build_ways(compiler: Compiler, module: nn.Module, shares: Iterable[float]) -> Iterator[Way]:
+    """A module compiled to keep one share after the other."""
+    for share in shares:
         yield share, f"keep {share:.0%}", compiler.build(module, share)
+
+
+def shares_by(need: float) -> list[float]:
+    """Shares for a block to keep, the closest to what fits first: the time may not do for all."""
+    return sorted(SHARES, key=lambda share: (abs(share - need), share))
 
 
 class Subject(NamedTuple):
@@ -72,9 +75,9 @@ def try_all(
 ) -> list[Found]:
     """Of each subject the builds worth having, one way after the other until the time is over.
 
-    A subject's turn comes by its weight over the number of ways tried. One of which some way breaks
-    has no builds, and is named in a warning. With `remember`, what was measured in other processes
-    counts, and is kept for others.
+    Each is tried in one way, and then a subject's turn comes by its weight over the number of ways
+    tried. One of which some way breaks has no builds, and is named in a warning. With `remember`,
+    what was measured in other processes counts, and is kept for others.
     """
     tries = [_Tries(model, device, subject) for subject in subjects]
     for one in tries if remember else ():
@@ -82,7 +85,7 @@ def try_all(
     until = time.perf_counter() + limit_s
     going = list(tries)
     while going and time.perf_counter() < until:
-        one = max(going, key=lambda one: one.weight / (one.turns + 1))
+        one = max(going, key=lambda one: (not one.turns, one.weight / (one.turns + 1)))
         if not one.next():
             going.remove(one)
     return [worth_having(one.found) for one in tries]

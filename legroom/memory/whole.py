@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from legroom.memory.builds import Build
-from legroom.memory.mix import with_builds
+from legroom.memory.mix import fitting_share, with_builds
 from legroom.memory.rebuild import Rebuilt
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import ROOT, Block, Kind, Phase, Root, Saved, Step
@@ -36,10 +36,7 @@ def is_worth(made: Step, root: Root | None, step_s: float) -> bool:
 
 def likely_shares(simulator: Simulator, limit: int) -> list[float]:
     """What a build of the whole may keep, so that it about fits; and a little more, and less."""
-    step = simulator.step
-    saved = sum(step.storages[s].num_bytes for s in step.saves)
-    over = simulator.shape([]).peak - limit
-    fits = 1 - max(over, 0) / max(saved, 1)
+    fits = fitting_share(simulator, limit)
     if fits < LEAST:
         return []
     shares = (round(min(fits + more, 1.0), 1) for more in WIDER)

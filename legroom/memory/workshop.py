@@ -22,14 +22,14 @@ from legroom.memory.forecast import forecast, forecast_loss
 from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
 from legroom.memory.mechanisms.compiled import Compiler, allow_shapes, can_compile
-from legroom.memory.mix import mixes
+from legroom.memory.mix import fitting_share, mixes
 from legroom.memory.planner import LARGE, make_plan
 from legroom.memory.profile import Capture
 from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import ROOT, Step
-from legroom.memory.trial import SHARES, Found, Subject, build_ways, try_all
+from legroom.memory.trial import SHARES, Found, Subject, build_ways, shares_by, try_all
 from legroom.memory.whole import is_worth, likely_shares, with_whole
 from legroom.nn.head import Head, find_head
 
@@ -145,8 +145,8 @@ class Workshop:
         pace: Pace = SAME,
     ) -> Made:
         """The step with the mix of builds that is fastest under the budget; as it is if that is."""
-        started = time.perf_counter()
-        tried = self._tried_for(like)
+        started, now = time.perf_counter(), Simulator(captured.capture.step, machine)
+        tried = self._tried_for(like, fitting_share(now, budget["device"]))
         took_s = time.perf_counter() - started
         tried = {k: [(n, b.at(pace)) for n, b in found] for k, found in tried.items()}
         capture = rescaled(captured.capture, pace.ops, captured.capture.step.host_s * pace.host)
@@ -247,12 +247,15 @@ class Workshop:
         _log(sample, found)
         return found
 
-    def _tried_for(self, like: Step) -> Tried:
-        """The builds of each block that was sampled, tried once for each signature."""
+    def _tried_for(self, like: Step, need: float) -> Tried:
+        """The builds of each block that was sampled, tried once for each signature.
+
+        `need` is about the share that blocks will have to keep.
+        """
         samples = self._samples.pop(like.signature, {})
         if samples:
             groups = sorted(samples)
-            subjects = [self._subject(samples[g], _weight(like, g)) for g in groups]
+            subjects = [self._subject(samples[g], _weight(like, g), need) for g in groups]
             subjects += self._loss_subject(like.signature)
             log.info("compiling %d kinds of block in several builds", len(subjects))
             remember = self.compiler.backend == "inductor"
@@ -279,8 +282,9 @@ class Workshop:
         if loss:
             tried[self.head_path, CALL] = loss[0]
 
-    def _subject(self, sample: Sample, weight: float) -> Subject:
-        return Subject(sample, build_ways(self.compiler, sample.module), weight)
+    def _subject(self, sample: Sample, weight: float, need: float) -> Subject:
+        ways = build_ways(self.compiler, sample.module, shares_by(need))
+        return Subject(sample, ways, weight)
 
     def _loss_subject(self, signature: str) -> list[Subject]:
         sample, head = self._losses.pop(signature, None), self.head

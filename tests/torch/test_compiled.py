@@ -24,7 +24,15 @@ from legroom.memory.mechanisms import compiled
 from legroom.memory.mechanisms.compiled import Compiler
 from legroom.memory.sample import Sample
 from legroom.memory.trace import Step
-from legroom.memory.trial import Subject, Trial, Way, build_ways, try_all, worth_having
+from legroom.memory.trial import (
+    Subject,
+    Trial,
+    Way,
+    build_ways,
+    shares_by,
+    try_all,
+    worth_having,
+)
 from tests.torch.nets import Attention, ConvNorm, Mlp, Thirds, rows, stack
 from tests.torch.support import CPU, GIB, MACHINE, Start, assert_same, fitted, result_of
 
@@ -77,7 +85,7 @@ class Widened(Mlp):
 
 def tried(model: nn.Module, sample: Sample) -> list[tuple[float, Build]]:
     """The builds of one block."""
-    (found,) = try_all(model, CPU, [Subject(sample, build_ways(Compiler(), sample.module))])
+    (found,) = try_all(model, CPU, [Subject(sample, build_ways(Compiler(), sample.module, SHARES))])
     return found
 
 
@@ -87,6 +95,18 @@ def run(forward: object, x: Tensor, module: nn.Module) -> list[Tensor]:
     out = forward(x)  # type: ignore[operator]
     found = torch.autograd.grad((out * out).sum(), [x, *module.parameters()])
     return [out.detach(), *found]
+
+
+@pytest.mark.parametrize(
+    "need, first", [(1.0, (1.0, 0.7)), (0.6, (0.7, 0.4)), (0.3, (0.2, 0.4)), (-0.5, (0.0, 0.2))]
+)
+def test_shares_close_to_what_fits_are_tried_first(
+    need: float, first: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all of them in the end."""
+    monkeypatch.setattr("legroom.memory.trial.SHARES", (1.0, 0.7, 0.4, 0.2, 0.0))
+    order = shares_by(need)
+    assert tuple(order[:2]) == first and sorted(order) == [0.0, 0.2, 0.4, 0.7, 1.0]
 
 
 @pytest.mark.parametrize("block", [Mlp, Attention, DropAttention])
@@ -158,7 +178,7 @@ def test_a_trial_leaves_nothing_behind() -> None:
 
 
 def test_what_weighs_more_is_tried_in_more_ways_first() -> None:
-    """A minute may not do for all ways of all blocks; no block waits for the last of another's."""
+    """A minute may not do for all ways of all blocks; each is tried in one before."""
     module, order = Mlp(), []
 
     def ways(name: str) -> Iterator[Way]:
@@ -169,7 +189,7 @@ def test_what_weighs_more_is_tried_in_more_ways_first() -> None:
     sample = Sample.take("block", module, ((rows().requires_grad_(),), {}), CPU)
     subjects = [Subject(sample, ways(name), n) for name, n in (("a", 2), ("b", 6), ("c", 1))]
     assert all(try_all(module, CPU, subjects))
-    assert "".join(order) == "bbabac" + "ac" + "c"
+    assert "".join(order) == "bac" + "bba" + "ac" + "c"
 
 
 class Counting(Mlp):

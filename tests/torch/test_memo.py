@@ -28,7 +28,7 @@ def sample(width: int = 64, length: int = 16) -> Sample:
 
 
 def found(one: Sample) -> list[tuple[float, Build]]:
-    subjects = [Subject(one, build_ways(Compiler(), one.module))]
+    subjects = [Subject(one, build_ways(Compiler(), one.module, (1.0, 0.0)))]
     return try_all(one.module, CPU, subjects, remember=True)[0]
 
 
