@@ -61,7 +61,8 @@ class Subject(NamedTuple):
     """A block to try."""
 
     sample: Sample
-    ways: Iterator[Way]
+    ways: Iterator[Way] | Callable[[Found], Iterator[Way]]
+    """What to try, or a function of what was found, which grows meanwhile."""
     weight: float = 1.0
     """The more, the sooner it is tried in another way."""
 
@@ -96,9 +97,10 @@ class _Tries:
 
     def __init__(self, model: nn.Module, device: torch.device, subject: Subject) -> None:
         self.model, self.device = model, device
-        self.sample, self.ways, self.weight = subject
+        self.sample, ways, self.weight = subject
         self.turns = 0
         self.found: Found = []
+        self.ways = ways(self.found) if callable(ways) else ways
         self.memo = Memo(None)
 
     def next(self) -> bool:

@@ -6,7 +6,8 @@ it keeps all it saves until its backward, and nothing of it can be moved. So it 
 tried where it is likely to pay, and measured as any build is.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -22,8 +23,10 @@ LATE = 0.5
 """Share of a step that its host is busy, likewise."""
 LEAST = 0.5
 """Where a build of the whole could keep no more than this, moves and mixes do better."""
-WIDER = (0.0, 0.2, -0.2)
-"""Shares tried beside the one that should just fit."""
+GRAIN = 0.05
+"""Shares that are tried differ by this much, at the least."""
+MOST = 5
+"""And are no more than this."""
 
 
 def is_worth(made: Step, root: Root | None, step_s: float) -> bool:
@@ -34,13 +37,35 @@ def is_worth(made: Step, root: Root | None, step_s: float) -> bool:
     return root is not None and (glue_s > GLUE * step_s or made.host_s > LATE * step_s)
 
 
-def likely_shares(simulator: Simulator, limit: int) -> list[float]:
-    """What a build of the whole may keep, so that it about fits; and a little more, and less."""
+def first_share(simulator: Simulator, limit: int) -> float | None:
+    """What a build of the whole may keep, so that it about fits; None where that is too little."""
     fits = fitting_share(simulator, limit)
-    if fits < LEAST:
-        return []
-    shares = (round(min(fits + more, 1.0), 1) for more in WIDER)
-    return list(dict.fromkeys(shares))
+    return _rounded(fits) if fits >= LEAST else None
+
+
+def next_share(peaks: Mapping[float, int], saved: int, limit: int) -> float | None:
+    """What to try next, by the peaks of the shares that were tried, to just fit a limit.
+
+    `saved` is about what lies between a share of 0 and one of 1. None if there is nothing between.
+    """
+    low = max((share for share, peak in peaks.items() if peak <= limit), default=None)
+    over = (share for share, peak in peaks.items() if peak > limit and share > (low or -1.0))
+    high = min(over, default=None)
+    known, slope = low if low is not None else high, float(max(saved, 1))
+    if known is None or len(peaks) >= MOST:
+        return None
+    if low is not None and high is not None:
+        slope = (peaks[high] - peaks[low]) / (high - low)
+    guess = _rounded(known + (limit - peaks[known]) / slope)
+    least = 0.0 if low is None else low + GRAIN
+    most = 1.0 if high is None else high - GRAIN
+    tried = min(max(guess, least), most)
+    return round(tried, 2) if least <= most + 1e-9 and round(tried, 2) not in peaks else None
+
+
+def _rounded(share: float) -> float:
+    """Down to what is worth a build of its own."""
+    return round(min(max(math.floor(share / GRAIN + 1e-6) * GRAIN, 0.0), 1.0), 2)
 
 
 def with_whole(step: Step, build: Build) -> Rebuilt:

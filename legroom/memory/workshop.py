@@ -29,8 +29,8 @@ from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import ROOT, Step
-from legroom.memory.trial import SHARES, Found, Subject, build_ways, shares_by, try_all
-from legroom.memory.whole import is_worth, likely_shares, with_whole
+from legroom.memory.trial import SHARES, Found, Subject, Way, build_ways, shares_by, try_all
+from legroom.memory.whole import first_share, is_worth, next_share, with_whole
 from legroom.nn.head import Head, find_head
 
 log = logging.getLogger("legroom")
@@ -162,9 +162,9 @@ class Workshop:
         able = not can_compile(self.model)
         if able and is_worth(best.capture.step, capture.step.root, best_rank[0]):
             started = time.perf_counter()
-            shares = likely_shares(Simulator(capture.step, machine), budget["device"])
-            if sample is not None and shares:
-                self._wholes[like.signature] = self._try_whole(sample, shares)
+            if sample is not None:
+                found = self._try_whole(sample, Simulator(capture.step, machine), budget["device"])
+                self._wholes[like.signature] = found
             took_s += time.perf_counter() - started
             for share, build in self._wholes.get(like.signature, ()):
                 made = with_whole(capture.step, build.at(pace))
@@ -238,12 +238,23 @@ class Workshop:
         step = msgspec.structs.replace(made.step, blocks=tuple(blocks))
         return Made(_with_forms(captured, made._replace(step=step)), Outfit(shares, chunks))
 
-    def _try_whole(self, sample: Sample, shares: Sequence[float]) -> Found:
-        """Builds of the model as one."""
-        log.info("compiling the model as one, to keep %s", " or ".join(f"{x:.0%}" for x in shares))
-        subject = Subject(sample, build_ways(self.compiler, self.model, shares))
+    def _try_whole(self, sample: Sample, plain: Simulator, limit: int) -> Found:
+        """Builds of the model as one that about fit, the largest that does among them."""
+
+        def ways(found: Found) -> Iterator[Way]:
+            share, peaks = first_share(plain, limit), dict[float, int]()
+            saved = sum(plain.step.storages[s].num_bytes for s in plain.step.saves)
+            while share is not None:
+                log.info("compiling the model as one, to keep %.0f %%", 100 * share)
+                yield from build_ways(self.compiler, self.model, [share])
+                build = dict(found).get(share)
+                made = with_whole(plain.step, build).step if build is not None else None
+                over = limit + saved  # it did not even run
+                peaks[share] = Simulator(made, plain.machine).shape([]).peak if made else over
+                share = next_share(peaks, saved, limit)
+
         remember = self.compiler.backend == "inductor"
-        (found,) = try_all(self.model, self.device, [subject], WHOLE_S, remember)
+        (found,) = try_all(self.model, self.device, [Subject(sample, ways)], WHOLE_S, remember)
         _log(sample, found)
         return found
 

@@ -17,7 +17,7 @@ from legroom.memory.mechanisms import compiled
 from legroom.memory.mechanisms.compiled import Compiler, Route, can_compile
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Phase, Step
-from legroom.memory.whole import LEAST, is_worth, likely_shares, with_whole
+from legroom.memory.whole import LEAST, MOST, first_share, is_worth, next_share, with_whole
 from tests.torch.nets import Mlp
 from tests.torch.support import GIB, MACHINE, Start, assert_same, fitted, result_of
 
@@ -123,9 +123,35 @@ def test_it_is_tried_where_ops_between_blocks_or_the_host_take_the_time() -> Non
     assert not is_worth(step, step.root, 100 * time_s)
     simulator = Simulator(step, MACHINE)
     peak, saved = simulator.shape([]).peak, sum(step.storages[s].num_bytes for s in step.saves)
-    assert likely_shares(simulator, peak) == [1.0, 0.8]
-    assert likely_shares(simulator, peak - int(0.3 * saved)) == [0.7, 0.9, 0.5]
-    assert likely_shares(simulator, peak - int((1.05 - LEAST) * saved)) == []
+    assert first_share(simulator, peak) == 1.0
+    assert first_share(simulator, peak - int(0.28 * saved)) == 0.7
+    assert first_share(simulator, peak - int((1.05 - LEAST) * saved)) is None
+
+
+def test_a_smaller_share_that_takes_more_is_no_limit() -> None:
+    """The partitioner's builds are not in order at the low end."""
+    assert next_share({0.1: 96, 0.7: 85}, 40, 92) == 0.85
+    assert next_share({0.1: 96, 0.7: 85, 0.85: 95}, 40, 92) == 0.8
+
+
+@pytest.mark.parametrize("first", [1.0, 0.7, 0.5, 0.35])
+@pytest.mark.parametrize("limit, best", [(100, 1.0), (93, 0.9), (65, 0.6), (59, 0.2), (39, None)])
+def test_the_share_that_just_fits_is_found(first: float, limit: int, best: float | None) -> None:
+    """Though what a share gives is not known before it is tried; in a few tries, none twice."""
+
+    def peak(share: float) -> int:
+        return 40 + int(60 * share**2) if share > 0.4 else 55 - int(25 * share)
+
+    share, peaks = first, dict[float, int]()
+    while share is not None:
+        assert share not in peaks and len(peaks) < MOST
+        peaks[share] = peak(share)
+        share = next_share(peaks, 70, limit)
+    fitting = [share for share, size in peaks.items() if size <= limit]
+    if best is None:
+        assert not fitting
+    else:
+        assert fitting and peak(max(fitting)) >= peak(best) - 7
 
 
 @pytest.mark.parametrize("draws", [False, True])
