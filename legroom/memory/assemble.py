@@ -6,7 +6,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from legroom.machine.spec import Machine
 from legroom.memory.mechanisms.tape import OpForm
-from legroom.memory.recorder import RawCall, RawOp, RawStorage, Recorder
+from legroom.memory.raw import RawCall, RawOp, RawStorage
+from legroom.memory.recorder import Recorder
 from legroom.memory.roofline import op_time
 from legroom.memory.trace import Block, Kind, Op, Phase, Root, Saved, Step, Storage
 
@@ -71,15 +72,14 @@ def _root(recorder: Recorder) -> Root | None:
 def _accumulate_in_place(recorder: Recorder) -> None:
     """Let gradients that meet be added in place, as autograd does when nobody watches its ops.
 
-    It adds a gradient to one that waits for it, made by another node, and needed no more; unless
-    that is a view, whose base could be somebody's.
+    It adds a gradient to one that waits for it, made by another node, and needed no more.
     """
     storages, saved = recorder.storages, {row.storage for row in recorder.saved}
     sums: dict[int, int] = {}
     for i, op in enumerate(recorder.ops):
         op.reads[:] = dict.fromkeys(sums.get(s, s) for s in op.reads)
         op.writes[:] = dict.fromkeys(sums.get(s, s) for s in op.writes)
-        if op.name != "aten.add.Tensor" or op.node < 0 or len(op.reads) != 2 or op.on_view:
+        if not op.sums or len(op.reads) != 2:
             continue
         made, waiting = op.results[0], op.reads[0]
         if made < 0 or made in saved or waiting in saved:
@@ -264,31 +264,19 @@ def same_calls(recorder: Recorder, like: Step) -> list[RawCall]:
 
 
 def set_releases(recorder: Recorder, like: Step | None) -> None:
-    """Where kept storages would be free: as the fake trace says, or after the last access."""
-    known: dict[int, int] = {}
-    phases = [op.phase for op in recorder.ops]
-    turn = phases.index(Phase.BACKWARD) if Phase.BACKWARD in phases else len(phases)
-    if like is not None:
-        for mine, theirs in zip(recorder.saved, like.saved, strict=False):
-            storage = like.storages[theirs.storage]
-            if recorder.storages[mine.storage].num_bytes != storage.num_bytes:
-                break
-            if mine.packed == theirs.packed:
-                # What outlives the fake forward is held by who will let go of it at its end:
-                # autocast keeps the weights it has cast.
-                known[mine.storage] = min(storage.release, turn - 1)
-            row = recorder.storages[mine.storage]
-            if tuple(mine.unpacked) == theirs.unpacked and row.done is None and storage.done >= 0:
-                row.done = storage.done
-    last: dict[int, int] = {}
-    for i, op in enumerate(recorder.ops):
-        if op.phase == Phase.FORWARD:
-            last.update(dict.fromkeys((*op.reads, *op.writes), i))
+    """Where storages that autograd kept, or a plan sent away, would be free without either.
+
+    That is where the step's own tensors on them were gone. Where copies of them were done is told
+    by the fake trace, if there is one.
+    """
     for sid in {row.storage for row in recorder.saved}:
         raw = recorder.storages[sid]
-        if raw.birth < 0:
-            continue
-        if raw.release is None or recorder.ops[raw.release].phase != Phase.FORWARD:
-            raw.release = known.get(sid, last.get(sid, raw.birth))
-        else:  # a copy may have held it longer than the step itself does
-            raw.release = min(raw.release, known.get(sid, raw.release))
+        if raw.birth >= 0:
+            raw.release = None if raw.handles else raw.let_go
+    for mine, theirs in zip(recorder.saved, like.saved if like is not None else (), strict=False):
+        assert like is not None
+        row, storage = recorder.storages[mine.storage], like.storages[theirs.storage]
+        if row.num_bytes != storage.num_bytes:
+            break
+        if tuple(mine.unpacked) == theirs.unpacked and row.done is None and storage.done >= 0:
+            row.done = storage.done

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from legroom.core.errors import InputError
-from legroom.memory.recorder import RawCall, Recorder
+from legroom.memory.raw import RawCall
+from legroom.memory.recorder import Recorder
 
 SHARE = 1 / 12
 """A call that holds more of the saved bytes than this is split further."""

@@ -1,6 +1,7 @@
 """Small questions about torch's ops, asked wherever they are watched."""
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +22,30 @@ def current_node() -> int:
 def next_node() -> int:
     """The number that the next node of this thread's graph will have."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+_AROUND = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
+"""Files of functions that torch puts around a dispatch mode."""
+
+
+def is_sum(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd itself adds a gradient to one that waits, and does so in place.
+
+    That is, if nobody watches its ops. Not to a view, whose base could be somebody's; not where
+    gradients are to have gradients; and what hooks and backwards of the user add is not meant.
+    """
+    if op_name(func) != "aten.add.Tensor" or not in_backward() or torch.is_grad_enabled():
+        return False
+    if not isinstance(args[0], torch.Tensor) or args[0]._is_view():
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_code.co_filename
+        if name.endswith(_AROUND) or frame.f_code.co_name == "__torch_dispatch__":
+            continue
+        return frame.f_code.co_name == "_engine_run_backward"
+    return True  # a thread of the engine's own
 
 
 _ALIASES = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"}

@@ -105,10 +105,12 @@ def make_plan(
     lossy: bool = False,
     quick: bool = False,
     caution: float = CAUTION,
+    beside: int = 0,
 ) -> Plan:
     """Let a policy choose, replay its choice, and return the plan.
 
-    It chooses for a host that takes `caution` times as long as usual, and for slower links.
+    It chooses for a host that takes `caution` times as long as usual, and for slower links. Who
+    is told of a budget that works is told of one with `beside` more bytes on the device.
 
     Raises BudgetError when the plan does not keep the budget of some tier, UnknownName for a
     policy that does not exist.
@@ -133,7 +135,7 @@ def make_plan(
     ).check_against(step)
     for tier, limit in budget.items():
         if outcome.peak_bytes.get(tier, 0) > limit:
-            raise budget_error(plan, step, tier)
+            raise budget_error(plan, step, tier, beside if tier == "device" else 0)
     return plan
 
 
@@ -172,7 +174,9 @@ def make_safe_plan(
         smallest = min(room + error.missing_bytes, limit)
     with contextlib.suppress(BudgetError):
         return make({**budget, "device": (smallest + limit) // 2}, policy)
-    return make(budget, policy)
+    return make(
+        budget, policy, beside=min((num_bytes for num_bytes in unseen if num_bytes), default=0)
+    )
 
 
 def rough_placement(plan: Plan | None, limit: int, room: int) -> Placement:
@@ -205,7 +209,7 @@ def make_placed_plan(
     if room == 0:
         return make(budget), NOWHERE
     limit, careful = budget["device"], careful_simulator(step, machine, caution)
-    wide = max(limit, room or 0)
+    wide = limit if room is None else room
 
     def placed(share: float, quick: bool) -> _Placed:
         plan = make({**budget, "device": int(limit * share)}, quick=quick)
@@ -230,8 +234,8 @@ def make_placed_plan(
             missing = found[-1].missing_bytes / limit
             if 0 < missing < NEAR:
                 found.append(placed(share - 2 * missing, quick=False))
-        if share != tried[-1] and not found[-1].missing_bytes:
-            break
+            if share != tried[-1] and not found[-1].missing_bytes:
+                break
     if not found:
         found.append(placed(1.0, quick=False))
     best = best_placed(found)
@@ -263,9 +267,12 @@ def spared_bytes(step: Step, limit: int) -> int:
     return largest if largest >= LARGE * limit else 0
 
 
-def budget_error(plan: Plan, step: Step, tier: str) -> BudgetError:
+def budget_error(plan: Plan, step: Step, tier: str, beside: int = 0) -> BudgetError:
     """Say by how much a plan is over, what works, and which tensors dominate."""
     peak, limit = plan.predicted.peak_bytes[tier], plan.budget[tier]
+    works = f"{format_bytes(peak + beside)} ({peak + beside} bytes)"
+    if beside:
+        works += f", with {format_bytes(beside)} for a loss outside of the model"
     parts = sorted(plan.predicted.peak_parts.items(), key=lambda x: -x[1])
     made_of = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)
     largest = sorted(step.storages, key=lambda s: -s.num_bytes)[:3]
@@ -273,11 +280,11 @@ def budget_error(plan: Plan, step: Step, tier: str) -> BudgetError:
     message = (
         f"policy {plan.policy!r} needs {format_bytes(peak)} of {tier} for {plan.model}, "
         f"{format_bytes(peak - limit)} over the budget of {format_bytes(limit)}. "
-        f"The smallest budget that works with it is {format_bytes(peak)} ({peak} bytes). "
+        f"The smallest budget that works with it is {works}. "
         f"The peak is at {plan.predicted.peak_at}: {made_of}. Largest tensors: {names}. "
         f"Try a larger budget, a smaller batch, or a lower tier with more room{_hint(plan)}."
     )
-    return BudgetError(message, missing_bytes=peak - limit, smallest_bytes=peak)
+    return BudgetError(message, missing_bytes=peak - limit, smallest_bytes=peak + beside)
 
 
 def _hint(plan: Plan) -> str:

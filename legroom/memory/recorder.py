@@ -9,7 +9,7 @@ import contextlib
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,92 +24,14 @@ from legroom.memory.ops import (
     current_node,
     in_backward,
     is_silent,
+    is_sum,
     next_node,
     op_name,
     statistics,
 )
+from legroom.memory.raw import RawCall, RawOp, RawSaved, RawStorage
 from legroom.memory.saved import StorageTable, has_storage, is_ours, weight_storages
 from legroom.memory.trace import Phase
-
-
-@dataclass
-class RawOp:
-    """One op as it ran."""
-
-    name: str
-    module: str
-    phase: Phase
-    reads: list[int]
-    writes: list[int]
-    flops: float
-    dtype: str
-    random: bool
-    sealed: bool
-    """It draws from a generator of the user's own, which a replay could not rewind."""
-    time_s: float = 0.0
-    workspace_bytes: int = 0
-    unpacked: int = -1
-    """The saved row last asked for before it, in backward."""
-    node: int = -1
-    """Which node of the graph was running, in backward."""
-    results: tuple[int, ...] = ()
-    """Storage of each result, -1 where it is no tensor of the device."""
-    on_view: bool = False
-    """Its first argument is a view of another tensor."""
-
-
-@dataclass
-class RawStorage:
-    """One storage as it lived; `death` None is still alive."""
-
-    num_bytes: int
-    dtype: str
-    birth: int
-    name: str
-    role: str = ""
-    """"weight", "state" or "gradient" where known; else it follows from its life."""
-    release: int | None = None
-    death: int | None = None
-    lives: int = 1
-    """Copies of it now on the device: the original, and one come back for backward."""
-    done: int | None = None
-    """When the copy that came back was free, if one did."""
-
-
-@dataclass
-class RawSaved:
-    """One saved tensor: storage, position packed, positions asked for."""
-
-    storage: int
-    packed: int
-    unpacked: list[int] = field(default_factory=list)
-    gone: int | None = None
-    """When autograd let go of it; None if it has not."""
-
-
-@dataclass
-class RawCall:
-    """One call of a module: which ops and saved rows fell inside."""
-
-    path: str
-    module: nn.Module
-    depth: int
-    call: int
-    first_op: int
-    first_saved: int
-    grad: bool
-    inputs: list[int]
-    """Storages that came in as arguments."""
-    before: object
-    """Buffers by identity, and the states of Python's and numpy's generators, on entry."""
-    strays: bool = False
-    """It set a buffer anew, or drew from a generator that a replay cannot rewind."""
-    last_op: int = -1
-    last_saved: int = -1
-    nodes: range = range(0)
-    """Of autograd's graph, by number: those it made; none of a call in backward."""
-    wants: tuple[bool, ...] = ()
-    """Which of the tensors that came in want a gradient."""
 
 
 class Timer(Protocol):
@@ -149,6 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.last_unpacked = -1
         self._stack: list[RawCall] = []
         self._held: list[weakref.ref[object]] = []
+        self._handles: dict[int, weakref.ref[Tensor]] = {}
         self._counts: dict[int, int] = {}
         self._absent: dict[str, int] = {}
         self._model = model
@@ -203,10 +126,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.storages[sid].lives += 1
             self._table.put(storage, (sid, True))
 
+    def _watch_handles(self, out: Any) -> None:
+        """Note when the tensors that an op returned are gone, whatever else holds their bytes.
+
+        Views may be passed on as other objects; but those hold their base. What backward makes of
+        a saved tensor is no sign that the step held it.
+        """
+        for tensor in tree_leaves(out) if not in_backward() else ():
+            if isinstance(tensor, Tensor) and self._here(tensor):
+                known, link = (
+                    self._table.get(tensor.untyped_storage()),
+                    self._handles.get(id(tensor)),
+                )
+                if known is not None and (link is None or link() is not tensor):
+                    sid, _ = known
+                    self.storages[sid].handles += 1
+                    gone = partial(self._handle_gone, sid)
+                    self._handles[id(tensor)] = weakref.ref(tensor, gone)
+
+    def _handle_gone(self, sid: int, _: object) -> None:
+        row = self.storages[sid]
+        row.handles -= 1
+        if not row.handles:
+            row.let_go = self._now
+
+    @property
+    def _now(self) -> int:
+        """The op that is running, or the last that ran."""
+        return len(self.ops) if self.running else len(self.ops) - 1
+
     def _died(self, value: tuple[int, bool]) -> None:
         sid, is_copy = value
-        row = self.storages[sid]
-        last = len(self.ops) if self.running else len(self.ops) - 1
+        row, last = self.storages[sid], self._now
         if not is_copy:
             row.release = last
         row.lives -= 1
@@ -238,7 +189,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.paused:
             return func(*args, **kwargs)
         if is_silent(func):
-            return self.run(func, args, kwargs)
+            out = self.run(func, args, kwargs)
+            self._watch_handles(out)
+            return out
         reads = self._known((args, kwargs), birth=-1)
         kept = self._known(statistics(func, args), birth=-1)
         reads = [s for s in reads if s not in kept]
@@ -256,6 +209,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.timer is not None:
             self.timer.stop()
         self.ops.append(self._describe(func, args, kwargs, out, reads))
+        self._watch_handles(out)
         return out
 
     def _describe(self, func: Any, args: Any, kwargs: Any, out: Any, reads: list[int]) -> RawOp:
@@ -278,7 +232,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             unpacked=self.last_unpacked,
             node=current_node(),
             results=tuple(self._result(x) for x in (out if many else (out,))),
-            on_view=bool(args) and isinstance(args[0], Tensor) and args[0]._is_view(),
+            sums=is_sum(func, args),
         )
 
     def _result(self, value: Any) -> int:
@@ -315,7 +269,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note when autograd lets go of what it holds for a saved tensor."""
 
         def gone(_: object) -> None:
-            self.saved[row].gone = len(self.ops) if self.running else len(self.ops) - 1
+            self.saved[row].gone = self._now
 
         self._held.append(weakref.ref(packed, gone))
 

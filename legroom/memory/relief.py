@@ -10,6 +10,7 @@ from legroom.memory.arena import NOWHERE
 from legroom.memory.device import Meter
 from legroom.memory.kinds import Kind
 from legroom.memory.profile import Capture
+from legroom.memory.timers import CpuTimer, CudaTimer, reports_peak
 
 PRESSED, OFF_BY = 0.015, 0.04
 """Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
@@ -27,16 +28,24 @@ def or_as_before(kind: Kind, meter: Meter) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def or_first(kind: Kind, capture: Capture | None) -> Iterator[None]:
+def or_first(
+    kind: Kind, capture: Capture | None, timer: CpuTimer | CudaTimer, limit: int
+) -> Iterator[None]:
     """Plan a recorded step in here; where nothing fits, the plan it has run under so far stays.
 
-    That was made for what was captured first.
+    That was made for what was captured first. It has to have kept the limit: a device that is
+    capped has seen to that, and else the recorded step tells.
     """
     first = (capture, kind.plan, kind.script)
     try:
         yield
     except BudgetError as error:
-        if kind.script is None:  # an online rule has kept the budget
+        assert kind.capture is not None
+        taken = reports_peak(timer.reports) if isinstance(timer, CpuTimer) else 0
+        over = taken + kind.static_bytes > limit if taken else False
+        if kind.script is None or over:  # else an online rule has kept the budget
+            kind.recorded, kind.outfit, kind.plain = False, kind.base, None
+            kind.capture, kind.plan, kind.script = first
             raise
         kind.capture, kind.plan, kind.script = first
         kind.outfit, kind.plain, kind.placement, kind.still = kind.base, None, NOWHERE, True
@@ -50,11 +59,12 @@ def or_first(kind: Kind, capture: Capture | None) -> Iterator[None]:
 
 def make_room(kind: Kind, meter: Meter, budget: int, plan: Callable[[Kind], None]) -> None:
     """Have the room made that a kind's plan is laid out in; where it is too small, plan anew."""
+    overhead = meter.overhead(budget)
     found = meter.make_room(kind.placement)
     if found.missing_bytes > kind.placement.missing_bytes:
         laid_out = kind.placement
         with or_as_before(kind, meter):
-            meter.leave(meter.overhead(budget) + found.missing_bytes, budget)
+            meter.leave(overhead + found.missing_bytes, budget)
             plan(kind)
         if kind.placement is not laid_out:
             found = meter.make_room(kind.placement)

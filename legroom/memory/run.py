@@ -211,9 +211,9 @@ class Runner:
             return hold(tensor)
         note = self.recorder.pack(tensor) if self.recorder is not None else -1
         if self.evictor is not None:
-            packed: object = self._pack_online(bare(tensor), note)
+            packed: object = self._pack_online(bare(tensor, self.recorder is not None), note)
         elif self.script is None:
-            packed = Kept(bare(tensor), note)
+            packed = Kept(bare(tensor, self.recorder is not None), note)
         else:
             packed = self._pack_planned(self.script, tensor, note)
         if self.recorder is not None:
@@ -225,7 +225,7 @@ class Runner:
         row = region.next_row(tensor.untyped_storage().nbytes())
         if row is None:
             self._stray(f"{region.name} saves another tensor than in the trace")
-            return Kept(bare(tensor), note)
+            return Kept(bare(tensor, self.recorder is not None), note)
         if script.due:
             self._advance(row.packed)
         storage = row.storage
@@ -234,7 +234,7 @@ class Runner:
         other = (wanted or dropped) and region.is_other(tensor, storage)
         if dropped and frame is not None and not frame.whole:
             return Dropped(frame, region.index, tensor, storage, note, row.unpacked, self._step)
-        tensor = bare(tensor)
+        tensor = bare(tensor, self.recorder is not None)
         moved = storage in script.acted and not dropped and not other
         entry = self._take(script, row, tensor, note) if moved else None
         packed = (

@@ -128,12 +128,13 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return empty.set_(tensor.untyped_storage())
 
 
-def bare(tensor: Tensor) -> Tensor:
+def bare(tensor: Tensor, apart: bool = False) -> Tensor:
     """The tensor without its history, which may lead to who holds it: that would be for ever.
 
-    A node may save its own result; a tape or a frame is held by nodes of the graph.
+    A node may save its own result; a tape or a frame is held by nodes of the graph. `apart`: it is
+    to be another tensor in any case, so that one can see who else holds the first.
     """
-    if tensor.grad_fn is None:
+    if tensor.grad_fn is None and not apart:
         return tensor
     if type(tensor) is not Tensor or not torch._C._len_torch_dispatch_stack():
         return tensor.detach()

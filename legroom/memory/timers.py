@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from legroom.core.quiet import silenced
-from legroom.memory.recorder import RawOp
+from legroom.memory.raw import RawOp
 
 CYCLES_PER_S = 3e9
 """No card has a faster clock."""

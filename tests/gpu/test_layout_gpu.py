@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from legroom.memory.recorder import RawOp
+from legroom.memory.raw import RawOp
 from legroom.memory.timers import AWAKE_S, CudaTimer
 from legroom.memory.trace import Phase
 

@@ -34,6 +34,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/online.py",
     "legroom/memory/ops.py",
     "legroom/memory/profile.py",
+    "legroom/memory/raw.py",
     "legroom/memory/recorder.py",
     "legroom/memory/relief.py",
     "legroom/memory/replay.py",
