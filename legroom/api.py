@@ -146,6 +146,8 @@ def fit(
 
     _ = POLICIES[policy]
     check_compile(compile)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"fit takes a torch.nn.Module to train, not {type(model).__name__}")
     device = model_device(model)
     _check_optimizer(model, optimizer)
     _check_cache(model)
@@ -218,7 +220,8 @@ def read_budget(
     given = dict(budget) if isinstance(budget, Mapping) else {"device": budget}
     unknown = set(given) - {"device", "host", "disk"}
     if unknown or "device" not in given:
-        raise InputError(f"a budget names 'device', and may name 'host' and 'disk', not {unknown}")
+        names = ", ".join(repr(name) for name in given) or "nothing"
+        raise InputError(f"a budget names 'device', and may name 'host' and 'disk'; got {names}")
     size = device_bytes(device)
     limits = _default_limits(machine, device, disk_dir)
     for tier, value in given.items():

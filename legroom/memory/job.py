@@ -214,8 +214,8 @@ class MemoryJob:
         """Make a plan, and have it in force if it is faster than the one there is, by a share."""
         assert kind.capture is not None
         budget, step, old = self.planning_budget(), kind.capture.step, kind.plan
-        options: Any = {"lossy": self.lossy, "caution": BOLD if kind.bold else CAUTION}
-        options["room"] = self.meter.room(self.budget["device"])
+        options: Any = {"lossy": self.lossy, "room": self.meter.room(self.budget["device"])}
+        options["caution"] = BOLD if kind.bold else CAUTION
         plan, placement = make_placed_plan(step, self.machine, budget, self.policy, **options)
         if least_gain and old and plan.predicted.step_s > (1 - least_gain) * old.predicted.step_s:
             return
@@ -266,7 +266,7 @@ class MemoryJob:
     def _after_step(self) -> None:
         kind = self.current
         if kind is None:
-            warnings.warn("legroom: a step ran no forward of the fitted model", stacklevel=4)
+            warnings.warn("legroom: a step ran no forward with gradients", stacklevel=4)
             return
         kind.visits += 1
         if kind.visits == 1:  # libraries and optimizer have taken what they keep

@@ -139,3 +139,11 @@ def test_host_memory_that_is_not_there_is_a_tier_error(monkeypatch: pytest.Monke
     ):
         weigh(model(rows())).backward()
     assert hooks(model) == 0
+
+
+def test_what_is_no_model_is_told_so() -> None:
+    """In one line, as a budget without a device is."""
+    with pytest.raises(legroom.InputError, match=r"takes a torch.nn.Module to train, not NoneType"):
+        legroom.fit(None, budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(legroom.InputError, match=r"names 'device'.*; got 'host'"):
+        legroom.fit(stack(Mlp), budget={"host": "1GiB"})
