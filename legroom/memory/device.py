@@ -274,9 +274,15 @@ class CudaMeter(Meter):
         return 128 << 20
 
     def room(self, budget: int) -> int:
-        """All but those gaps, and a grain to spare: once laid out, tensors leave no others."""
-        taken = self._gaps(budget) + self._left(budget) + GRAIN
-        return max(budget - taken, 0) if self._grows else 0
+        """All but those gaps, and a grain to spare: once laid out, tensors leave no others.
+
+        What weights leave of their segments is looked up first; a layout is then made anew.
+        """
+        if not self._grows:
+            return 0
+        if self._capped:
+            self.layout.look()
+        return max(budget - self._gaps(budget) - self._left(budget) - GRAIN, 0)
 
     def make_room(self, placement: Placement) -> Placement:
         """Map memory for all of a step, in stretches, and leave them to the allocator."""

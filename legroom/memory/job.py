@@ -213,9 +213,9 @@ class MemoryJob:
     def _plan(self, kind: Kind, least_gain: float = 0.0) -> None:
         """Make a plan, and have it in force if it is faster than the one there is, by a share."""
         assert kind.capture is not None
+        options: Any = {"lossy": self.lossy, "caution": BOLD if kind.bold else CAUTION}
+        options["room"] = self.meter.room(self.budget["device"])  # which tells the overhead, too
         budget, step, old = self.planning_budget(), kind.capture.step, kind.plan
-        options: Any = {"lossy": self.lossy, "room": self.meter.room(self.budget["device"])}
-        options["caution"] = BOLD if kind.bold else CAUTION
         plan, placement = make_placed_plan(step, self.machine, budget, self.policy, **options)
         if least_gain and old and plan.predicted.step_s > (1 - least_gain) * old.predicted.step_s:
             return
@@ -271,7 +271,7 @@ class MemoryJob:
         kind.visits += 1
         if kind.visits == 1:  # libraries and optimizer have taken what they keep
             check_real(self.model)
-            limit, room = self.planning_budget()["device"], self.meter.room(self.budget["device"])
+            room, limit = self.meter.room(self.budget["device"]), self.planning_budget()["device"]
             kind.placement = rough_placement(kind.plan, limit, room)
         strayed = kind.recorded and (bool(self.runner.deviation) or self._refused)
         kind.strayed = kind.strayed + 1 if strayed else 0

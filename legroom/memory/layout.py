@@ -107,6 +107,12 @@ class Layout:
                 return int(self._mapped * share)
         return 0
 
+    def look(self) -> None:
+        """Find out what is lost: what segments have free when all that can be was given back."""
+        torch.cuda.empty_cache()
+        allocated = torch.cuda.memory_allocated(self.device)
+        self.lost = torch.cuda.memory_reserved(self.device) - allocated
+
     def give_up(self) -> None:
         """The allocator has given its free memory back, or others are free to take it."""
         self._walls.clear()
@@ -142,10 +148,8 @@ class Layout:
         """Take memory for them, the last as large as may be; by how much that is too small."""
         self.give_up()
         self.stretches, small = stretches, self._count_small("peak")
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved(self.device)
-        self.lost = held - torch.cuda.memory_allocated(self.device)
-        held += (len(stretches) + 1) * WALL
+        self.look()
+        held = torch.cuda.memory_reserved(self.device) + (len(stretches) + 1) * WALL
         held += max(small - self._count_small("current"), 0)  # they come back in the next step
         last = limit - held - sum(stretches[:-1])
         sizes = [*stretches[:-1], last // ROUND_BYTES * ROUND_BYTES]

@@ -87,6 +87,8 @@ NEAR = 0.01
 """A plan that lacks less than this share of the budget is made once more, for that much less."""
 DEAR = 1.1
 """Where no plan finds room for all, one that lacks less may take so many times as long."""
+WIDE = 1.01
+"""A plan that needs all the room there is for its layout has to be faster by this much."""
 LARGE = 0.05
 """A tensor of this share of the budget leaves gaps that matter."""
 
@@ -202,8 +204,9 @@ def make_placed_plan(
     """A plan whose tensors find room in the device's budget as its allocator places them.
 
     Where none does, the allocator has to tidy up in mid-step, which is slow and may fail: the plan
-    that comes closest is taken. `room` is what tensors may lie in, if that is more than the budget;
-    where it is 0, since the allocator cannot be helped, or is plenty, nothing is placed.
+    that comes closest is taken. `room` is what tensors may lie in at the most, where those that lie
+    in the budget find none; where it is 0, since the allocator cannot be helped, or is plenty,
+    nothing is placed.
     """
     make = partial(make_plan, step, machine, policy=policy, lossy=lossy, caution=caution)
     if room == 0:
@@ -213,17 +216,22 @@ def make_placed_plan(
 
     def placed(share: float, quick: bool) -> _Placed:
         plan = make({**budget, "device": int(limit * share)}, quick=quick)
-        placement, seconds = NOWHERE, careful.time(plan.actions)
-        if plan.predicted.device_bytes >= FAR * limit:
-            placement = place(careful, plan.actions, wide)._replace(whose=step.signature)
-        return _Placed(placement.missing_bytes, seconds, plan, placement)
+        seconds, tight = careful.time(plan.actions), plan.predicted.device_bytes >= FAR * limit
+        if not tight:
+            return _Placed(0, seconds, plan, NOWHERE)
+        placement = place(careful, plan.actions, min(limit, wide))
+        in_wide = placement.missing_bytes > 0 and wide > limit
+        if in_wide:
+            placement, seconds = place(careful, plan.actions, wide), WIDE * seconds
+        placement = placement._replace(whose=step.signature)
+        return _Placed(placement.missing_bytes, seconds, plan, placement, in_wide)
 
     found, tried = list[_Placed](), list[float]()
     with contextlib.suppress(BudgetError):
         for share in SHARES if len(step.ops) > FEW_OPS else FINE_SHARES:
             found.append(placed(share, quick=True))
             tried.append(share)
-            if not found[-1].missing_bytes:
+            if not found[-1].missing_bytes and not found[-1].in_wide:
                 break
     until = time.monotonic() + LEISURE_S
     for share in (*tried[-1:], *tried[:-1]):  # at leisure; that may find room in a larger one, too
@@ -256,9 +264,11 @@ class _Placed(NamedTuple):
     missing_bytes: int
     """By how much the room is too small."""
     seconds: float
-    """What it takes on a bad day."""
+    """What it takes on a bad day, and a little more if there is little room."""
     plan: Plan
     placement: Placement
+    in_wide: bool = False
+    """Whether it lies in more than the budget."""
 
 
 def spared_bytes(step: Step, limit: int) -> int:

@@ -416,6 +416,32 @@ def test_a_plan_at_leisure_is_tried_where_a_quick_one_finds_no_room(
     assert plan.budget == limits, "at leisure, for all of it"
 
 
+@pytest.mark.parametrize("gain, lies_in", [(0.005, 1.0), (0.05, 1.1)])
+def test_plans_lie_in_more_than_their_budget_only_where_it_pays(
+    gain: float, lies_in: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left is for what no trace shows: a plan for less is not much slower, as a rule."""
+    step = chain(200, 512, output_bytes=16)
+    limits, time = budget(step, 0.5), Simulator.time
+    limit = limits["device"]
+
+    def place(simulator: Simulator, actions: Sequence[Action], room: int) -> Placement:
+        needs = simulator.shape(actions).peak + 0.03 * limit
+        return Placement((room,), max(0, int(needs) - room))
+
+    def seconds(simulator: Simulator, actions: Sequence[Action]) -> float:
+        full = simulator.shape(actions).peak > 0.97 * limit
+        return time(simulator, []) * (1.0 if full else 1.0 + gain)
+
+    monkeypatch.setattr("legroom.memory.planner.place", place)
+    monkeypatch.setattr(Simulator, "time", seconds)
+    plan, placed = make_placed_plan(step, machine(), limits, "auto", room=int(1.1 * limit))
+    assert placed.stretches == (int(lies_in * limit),) and not placed.missing_bytes
+    assert (plan.predicted.device_bytes > 0.97 * limit) == (lies_in > 1)
+    _, placed = make_placed_plan(step, machine(), limits, "auto", room=int(0.5 * limit))
+    assert placed.stretches == (int(0.5 * limit),) and placed.missing_bytes
+
+
 def test_a_plan_that_nearly_finds_room_is_made_for_a_little_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -254,13 +254,12 @@ def test_the_room_that_plans_reckon_with_can_be_had(
 def test_segments_that_weights_do_not_fill_are_reckoned_with(
     meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once they were found; and plans can be laid out in all but that, and the gaps at the cap."""
+    """Before a plan is made; it can be laid out in all but that, and the gaps at the cap."""
     budget = 16 * GIB
     before, room = meter.overhead(budget), meter.room(budget)
     assert before == int(budget * meter.SLACK) and room > budget - before
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 * GIB + 400 * MIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5 * GIB)
-    meter.make_room(WHOLE)
     assert room - meter.room(budget) == 400 * MIB - GRAIN
     assert meter.overhead(budget) == 400 * MIB + GRAIN > before
     meter._grows = False
