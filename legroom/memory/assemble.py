@@ -69,25 +69,34 @@ def _root(recorder: Recorder) -> Root | None:
     )
 
 
+_INTO_ZEROS = ("aten.index_put", "aten.index_add", "aten.scatter_add")
+"""Backwards of a choice of rows: they add to zeros of their own, in place where nobody watches."""
+
+
 def _accumulate_in_place(recorder: Recorder) -> None:
     """Let gradients that meet be added in place, as autograd does when nobody watches its ops.
 
-    It adds a gradient to one that waits for it, made by another node, and needed no more.
+    It adds a gradient to one that waits for it, made by another node, and needed no more; or to
+    zeros that its node has just made.
     """
     storages, saved = recorder.storages, {row.storage for row in recorder.saved}
     sums: dict[int, int] = {}
     for i, op in enumerate(recorder.ops):
         op.reads[:] = dict.fromkeys(sums.get(s, s) for s in op.reads)
         op.writes[:] = dict.fromkeys(sums.get(s, s) for s in op.writes)
-        if not op.sums or len(op.reads) != 2:
+        into_zeros = op.phase == Phase.BACKWARD and op.name in _INTO_ZEROS
+        if not op.reads or not (into_zeros or (op.sums and len(op.reads) == 2)):
             continue
         made, waiting = op.results[0], op.reads[0]
         if made < 0 or made in saved or waiting in saved:
             continue
         new, old = storages[made], storages[waiting]
         fresh = new.birth == i and new.num_bytes == old.num_bytes and not old.role
-        over = old.birth >= 0 and old.death == i and recorder.ops[old.birth].node != op.node
-        if fresh and over and old.lives == 0:
+        if not fresh or old.birth < 0 or old.death != i or old.lives:
+            continue
+        maker = recorder.ops[old.birth]
+        zeros = maker.name == "aten.new_zeros" and maker.node == op.node
+        if zeros if into_zeros else maker.node != op.node:
             old.death, old.lives = new.death, new.lives
             old.role, old.name = new.role, new.name
             op.writes.append(waiting)

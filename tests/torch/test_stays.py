@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from legroom.core.errors import BudgetError
 from legroom.memory.arena import _events, stays
 from legroom.memory.simulate import Simulator
-from tests.torch.nets import Attention, Gated, Mlp, rows, stack, texts
+from tests.torch.nets import Attention, Chosen, Gated, Mlp, rows, stack, texts
 from tests.torch.support import GIB, fitted
 
 LEAST = 6 << 10
@@ -58,7 +58,7 @@ def in_runs(events: Iterable[tuple[bool, int]]) -> list[tuple[bool, list[int]]]:
 
 
 @pytest.mark.parametrize("policy", WAYS)
-@pytest.mark.parametrize("block", [Mlp, Attention, Gated, Pushed])
+@pytest.mark.parametrize("block", [Mlp, Attention, Gated, Pushed, Chosen])
 def test_events_are_those_of_the_step(block: Any, policy: str) -> None:
     """Also while a block runs again, op by op."""
     batches = {Attention: texts(), Gated: texts().repeat(4, 1, 1)}
