@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from legroom.memory.actions import Action, Compress, Move, Recompute, compressed_bytes
 from legroom.memory.parking import ALIVE, parks, update_position
-from legroom.memory.plan import held_inputs
+from legroom.memory.plan import away_span, held_inputs
 from legroom.memory.play import Replay
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
@@ -143,11 +143,12 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
     """When which bytes are on the device: each storage in its stretches, scratch, replays."""
     step, storages = simulator.step, simulator.step.storages
     held = held_inputs(step, [a for a in actions if isinstance(a, Recompute)])
-    away: dict[int, tuple[float, float]] = {  # room is taken for it before a replay begins
-        a.storage: (max(storages[a.storage].release + 1, a.out_wait), a.in_start - 0.5)
-        for a in actions
-        if isinstance(a, Move)
-    }
+    away = dict[int, tuple[float, float]]()
+    for a in actions:
+        if isinstance(a, Move):
+            gone, _ = away_span(step, a)
+            early = 0.5 if a.in_start >= step.turn else 0.75  # before a replay, or frees, at it
+            away[a.storage] = gone, max(gone - 0.5, a.in_start - early)
     for r in simulator.replays(actions):
         back, others = _replayed(step, r)
         for s in r.variant.drops:

@@ -147,6 +147,16 @@ def sources(step: Step, block: int, variant: Variant) -> list[int]:
     return [s for s in found if first <= step.storages[s].birth <= last]
 
 
+def away_span(step: Step, move: Move) -> tuple[int, int]:
+    """From where to where the bytes of a move are off the device.
+
+    A save in forward is told of while its op still has what it made for itself, and a fetch that
+    is due then takes its room beside that.
+    """
+    left = max(step.storages[move.storage].release + 1, move.out_wait)
+    return left, max(left, move.in_start - (move.in_start < step.turn))
+
+
 def moving_blocks(step: Step, actions: Sequence[Move | Compress]) -> set[int]:
     """Blocks that save what is moved or compressed, or whose saves tell that a copy is due."""
     found = {row.block for a in actions for row in step.saves.get(a.storage, ())}

@@ -16,7 +16,7 @@ from legroom.machine.spec import Machine
 from legroom.memory.actions import Action, Compress, Move, Park, Recompute, compressed_bytes
 from legroom.memory.host import Host
 from legroom.memory.parking import parks, update_position
-from legroom.memory.plan import find_variant, held_inputs, replay_position
+from legroom.memory.plan import away_span, find_variant, held_inputs, replay_position
 from legroom.memory.play import Play, Replay, tier_peaks
 from legroom.memory.trace import Phase, Step, Storage
 
@@ -86,9 +86,9 @@ class Simulator:
                 delta[until] -= storages[s].num_bytes
         for a in actions:
             if isinstance(a, Move):
-                storage = storages[a.storage]
-                delta[max(storage.release + 1, a.out_wait)] -= storage.num_bytes
-                self._add_return(delta, storage, a.in_start)
+                storage, (left, back) = storages[a.storage], away_span(self.step, a)
+                delta[left] -= storage.num_bytes
+                self._add_return(delta, storage, back)
             elif isinstance(a, Compress):
                 self._add_compress(delta, a)
             elif isinstance(a, Park):
@@ -186,11 +186,11 @@ class Simulator:
     def _peak_parts(self, shape: Shape, actions: Sequence[Action]) -> dict[str, int]:
         at = int(shape.during.argmax()) if len(shape.during) else 0
         parts: dict[str, int] = {}
-        away = {a.storage: a for a in actions if isinstance(a, Move)}
+        away = {a.storage: away_span(self.step, a) for a in actions if isinstance(a, Move)}
         gone = {s: r.position for r, _ in shape.replays for s in r.variant.drops}
         for i, s in enumerate(self.step.storages):
             alive = s.birth <= at <= s.death
-            if i in away and max(s.release + 1, away[i].out_wait) <= at < away[i].in_start:
+            if i in away and away[i][0] <= at < away[i][1]:
                 alive = False
             if i in gone and s.release < at < gone[i]:
                 alive = False

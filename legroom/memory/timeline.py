@@ -8,7 +8,7 @@ import numpy.typing as npt
 from legroom.core.outcome import Span, Timeline
 from legroom.memory.actions import Action, Compress, Move, Park, Recompute, compressed_bytes
 from legroom.memory.parking import update_position
-from legroom.memory.plan import held_inputs
+from legroom.memory.plan import away_span, held_inputs
 from legroom.memory.play import Play
 from legroom.memory.simulate import Levels, Simulator
 from legroom.memory.trace import Kind, Step
@@ -60,8 +60,7 @@ def _levels(simulator: Simulator, actions: Sequence[Action]) -> Columns:
             _shift(deltas, step, i, step.storages[i].death + 1, until, +1)
     for a in actions:
         if isinstance(a, Move):
-            away = max(step.storages[a.storage].release + 1, a.out_wait)
-            _shift(deltas, step, a.storage, away, a.in_start, -1)
+            _shift(deltas, step, a.storage, *away_span(step, a), -1)
             _end(deltas, step, a.storage)
         elif isinstance(a, Compress):
             _shift(

@@ -125,6 +125,18 @@ def test_peaks_of_a_move(positions: tuple[int, ...], expected: int) -> None:
     assert peak(move(S0, *positions)) == expected
 
 
+def test_a_fetch_in_forward_lies_beside_what_the_op_before_it_holds() -> None:
+    """The save that tells of it is made while that op runs; in backward nothing runs then."""
+    step = chain(4, 1000, output_bytes=10)
+    simulator = Simulator(step, machine())
+    first = next(s for s in step.saves if step.storages[s].num_bytes == 1000)
+    bare = simulator.shape([]).during
+    for back, until in ((5, 4), (step.turn + 1, step.turn + 1)):
+        move = Move(storage=first, tier="host", out_start=2, out_wait=3, in_start=back, in_wait=16)
+        less = bare - simulator.shape([move]).during
+        assert [p for p, size in enumerate(less.tolist()) if size == 1000] == list(range(3, until))
+
+
 def test_a_move_beside_a_recompute() -> None:
     """s0 away, s1 dropped and back at the peak: x0 + x1 + x2' + s1 + s1' = 29 in b1.1."""
     assert peak(move(S0, 1, 3, 7, 8), again(1)) == 3 + 3 + 3 + 10 + 10
