@@ -134,10 +134,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         for tensor in tree_leaves(out) if not in_backward() else ():
             if isinstance(tensor, Tensor) and self._here(tensor):
-                known, link = (
-                    self._table.get(tensor.untyped_storage()),
-                    self._handles.get(id(tensor)),
-                )
+                known = self._table.get(tensor.untyped_storage())
+                link = self._handles.get(id(tensor))
                 if known is not None and (link is None or link() is not tensor):
                     sid, _ = known
                     self.storages[sid].handles += 1

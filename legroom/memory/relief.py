@@ -42,13 +42,13 @@ def or_first(
     except BudgetError as error:
         assert kind.capture is not None
         taken = reports_peak(timer.reports) if isinstance(timer, CpuTimer) else 0
-        over = taken + kind.static_bytes > limit if taken else False
-        if kind.script is None or over:  # else an online rule has kept the budget
-            kind.recorded, kind.outfit, kind.plain = False, kind.base, None
-            kind.capture, kind.plan, kind.script = first
-            raise
+        over = taken > 0 and taken + kind.static_bytes > limit
         kind.capture, kind.plan, kind.script = first
-        kind.outfit, kind.plain, kind.placement, kind.still = kind.base, None, NOWHERE, True
+        kind.outfit, kind.plain, kind.placement = kind.base, None, NOWHERE
+        if kind.script is None or over:  # it ran under an online rule, or kept no budget
+            kind.recorded = False
+            raise
+        kind.still = True
         missing = format_bytes(error.missing_bytes)
         warnings.warn(
             f"legroom: as recorded, the step needs {missing} more than its budget has; the plan "
