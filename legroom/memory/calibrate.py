@@ -16,6 +16,10 @@ from legroom.memory.simulate import Simulator
 
 TOLERANCE = 0.04
 """A step time off by no more than this is as predicted."""
+STALLED = 0.02
+"""Unless the device waited for copies by this share of it that was not foreseen."""
+LINKS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
+"""Shares of their rate at which links may turn out to be."""
 MAX_CONTENTION = {"cuda": 0.15, "cpu": 2.0}
 """Most that a busy link can slow the compute beside it, as a share of the time it is busy.
 
@@ -53,21 +57,30 @@ def to_scale(kind: Kind, capture: Capture, machine: Machine) -> Capture:
 
 
 def as_predicted(kind: Kind) -> bool:
-    """Whether the plan in force takes the time it was thought to take."""
+    """Whether the plan in force takes the time it was thought to take, and waits no more."""
     assert kind.plan is not None
-    return abs(kind.step_s - kind.plan.predicted.step_s) <= TOLERANCE * kind.step_s
+    off_s = abs(kind.step_s - kind.plan.predicted.step_s)
+    return off_s <= TOLERANCE * kind.step_s and not _stalled(kind)
+
+
+def _stalled(kind: Kind) -> bool:
+    assert kind.plan is not None
+    return kind.stall_s - kind.plan.predicted.stall_s > STALLED * kind.step_s
 
 
 def learn(kind: Kind, machine: Machine) -> Machine:
     """Bring the kind's trace in line with what was measured; the machine, in line as well.
 
-    How long a host was busy is known unless it waited for the device. One that had no time to spare
-    was slower than thought, and one that was thought to have none faster; else it was the ops, or
-    copies beside them: what all plans so far took together tells which.
+    Links that the device waited for are as slow as that. How long a host was busy is known unless
+    it waited for the device. One that had no time to spare was slower than thought, and one that
+    was thought to have none faster; else it was the ops, or copies beside them: what all plans so
+    far took together tells which.
     """
     assert kind.plan is not None and kind.capture is not None
     step, actions = kind.capture.step, kind.plan.actions
-    simulator, predicted_s = Simulator(step, machine), kind.plan.predicted.step_s
+    thought_s, machine = Simulator(step, machine).time(actions), _with_stalls(kind, machine)
+    simulator = Simulator(step, machine)
+    predicted_s = kind.plan.predicted.step_s + simulator.time(actions) - thought_s
     busy_s = simulator.host_seen_s(actions, kind.host_s, kind.forward_s)
     was_bound = busy_s > HOST_BOUND * kind.step_s
     if step.host_s and not was_bound:
@@ -86,6 +99,18 @@ def learn(kind: Kind, machine: Machine) -> Machine:
     factor, contention = _fit(kind, machine)
     kind.capture = rescaled(kind.capture, factor)
     return msgspec.structs.replace(machine, contention=contention)
+
+
+def _with_stalls(kind: Kind, machine: Machine) -> Machine:
+    """The machine with links as slow as the device's waits for them say; as it is without any."""
+    assert kind.plan is not None and kind.capture is not None
+    slower = machine
+    for share in LINKS if _stalled(kind) else ():
+        slower = machine.with_links(share)
+        outcome = Simulator(kind.capture.step, slower).run(kind.plan.actions)
+        if outcome.stall_s >= kind.stall_s:
+            break
+    return slower
 
 
 def _fit(kind: Kind, machine: Machine) -> tuple[float, float]:

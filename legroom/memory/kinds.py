@@ -275,6 +275,11 @@ class Kind:
         return median(m.forward_s for m in self.settled)
 
     @property
+    def stall_s(self) -> float:
+        """Median time that the device waited for copies."""
+        return median(m.stall_s for m in self.settled)
+
+    @property
     def settled(self) -> list[Measurement]:
         """The last steps; not the first under a plan, which also sets it up."""
         return self.measurements[1:][-WINDOW:] or self.measurements
@@ -317,7 +322,7 @@ class Kind:
             policy=self.plan.policy,
             peak_bytes=peaks,
             step_s=self.step_s,
-            stall_s=median(m.stall_s for m in rows),
+            stall_s=self.stall_s,
             recompute_s=median(m.replay_s for m in rows),
             moved_bytes=rows[-1].moved_bytes,
         )

@@ -51,6 +51,30 @@ def total_s(kind: Kind) -> float:
     return kind.capture.step.compute_s  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("share", [0.9, 0.7])
+def test_links_are_as_slow_as_the_device_waits_for_them(share: float) -> None:
+    """Though the step takes as long as was thought: then the ops are faster."""
+    kind = kind_of(swap)
+    step, actions = kind.capture.step, kind.plan.actions  # type: ignore[union-attr]
+    most = sum(step.storages[move.storage].num_bytes for move in kind.plan.moves)
+    links = tuple(
+        msgspec.structs.replace(link, bytes_per_s=most / (0.4 * step.compute_s), latency_s=0.0)
+        for link in MACHINE.links
+    )
+    thought = msgspec.structs.replace(MACHINE, links=links, duplex={})
+    real = Simulator(step, thought.with_links(share)).run(actions)
+    predicted = msgspec.structs.replace(Simulator(step, thought).run(actions), stall_s=0.0)
+    kind.plan = msgspec.structs.replace(kind.plan, predicted=predicted)
+    measure(kind, 9.0, *[predicted.step_s] * 3)
+    assert as_predicted(kind)
+    for row in kind.measurements:
+        row.stall_s = real.stall_s
+    assert real.stall_s > 0.02 * real.step_s and not as_predicted(kind)
+    machine, before = learn(kind, thought), step.compute_s
+    assert machine.links[0].bytes_per_s == pytest.approx(share * links[0].bytes_per_s, rel=0.06)
+    assert total_s(kind) < before
+
+
 def test_slow_ops_are_taken_for_slow_ops() -> None:
     """Nothing moved, and the host had time: the ops take longer than thought."""
     kind = kind_of(full, host_s=1e-3)
