@@ -148,7 +148,7 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
         if isinstance(a, Move):
             gone, _ = away_span(step, a)
             early = 0.5 if a.in_start >= step.turn else 0.75  # before a replay, or frees, at it
-            away[a.storage] = gone, max(gone - 0.5, a.in_start - early)
+            away[a.storage] = gone, max(a.out_wait - 0.5, a.in_start - early)
     for r in simulator.replays(actions):
         back, others = _replayed(step, r)
         for s in r.variant.drops:

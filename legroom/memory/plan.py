@@ -148,13 +148,13 @@ def sources(step: Step, block: int, variant: Variant) -> list[int]:
 
 
 def away_span(step: Step, move: Move) -> tuple[int, int]:
-    """From where to where the bytes of a move are off the device.
+    """Where the bytes of a move are gone from the device, and where there is room for them again.
 
-    A save in forward is told of while its op still has what it made for itself, and a fetch that
-    is due then takes its room beside that.
+    The step may hold them for longer than that. A save in forward is told of while its op still has
+    what it made for itself, and a fetch that is due then takes its room beside that.
     """
     left = max(step.storages[move.storage].release + 1, move.out_wait)
-    return left, max(left, move.in_start - (move.in_start < step.turn))
+    return left, max(move.out_wait, move.in_start - (move.in_start < step.turn))
 
 
 def moving_blocks(step: Step, actions: Sequence[Move | Compress]) -> set[int]:

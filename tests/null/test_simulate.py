@@ -9,6 +9,7 @@ to 6 at 4 s, 7 at 6 s, 8 at 8 s, and the step ends at 12 s. Bytes alive during e
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from legroom.machine.spec import Link, Machine, Tier
@@ -135,6 +136,19 @@ def test_a_fetch_in_forward_lies_beside_what_the_op_before_it_holds() -> None:
         move = Move(storage=first, tier="host", out_start=2, out_wait=3, in_start=back, in_wait=16)
         less = bare - simulator.shape([move]).during
         assert [p for p, size in enumerate(less.tolist()) if size == 1000] == list(range(3, until))
+
+
+def test_a_fetch_of_what_the_step_still_holds_is_there_twice() -> None:
+    """The copy is another one."""
+    step = chain(4, 1000, output_bytes=10)
+    first = next(s for s in step.saves if step.storages[s].num_bytes == 1000)
+    storages = list(step.storages)
+    storages[first] = msgspec.structs.replace(storages[first], release=7)
+    held = msgspec.structs.replace(step, storages=tuple(storages))
+    simulator = Simulator(held, machine())
+    move = Move(storage=first, tier="host", out_start=2, out_wait=3, in_start=5, in_wait=16)
+    more = simulator.shape([move]).during - simulator.shape([]).during
+    assert [p for p, size in enumerate(more.tolist()) if size == 1000] == [4, 5, 6, 7]
 
 
 def test_a_move_beside_a_recompute() -> None:
