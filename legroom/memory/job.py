@@ -306,7 +306,7 @@ class MemoryJob:
         if self.workshop is not None and like is not None:
             self.workshop.dress(kind, like, self.machine, self.meter, self.budget, self.policy)
         kind.take_up_recording()
-        with or_first(kind, first, timer, self.budget["device"]):
+        with or_first(kind, first, capped=isinstance(timer, CudaTimer)):
             self._plan(kind)
 
     def _measure(self, kind: Kind) -> Callable[[], Measurement]:

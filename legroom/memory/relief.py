@@ -10,7 +10,6 @@ from legroom.memory.arena import NOWHERE
 from legroom.memory.device import Meter
 from legroom.memory.kinds import Kind
 from legroom.memory.profile import Capture
-from legroom.memory.timers import CpuTimer, CudaTimer, reports_peak
 
 PRESSED, OFF_BY = 0.015, 0.04
 """Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
@@ -28,24 +27,19 @@ def or_as_before(kind: Kind, meter: Meter) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def or_first(
-    kind: Kind, capture: Capture | None, timer: CpuTimer | CudaTimer, limit: int
-) -> Iterator[None]:
+def or_first(kind: Kind, capture: Capture | None, capped: bool) -> Iterator[None]:
     """Plan a recorded step in here; where nothing fits, the plan it has run under so far stays.
 
-    That was made for what was captured first. It has to have kept the limit: a device that is
-    capped has seen to that, and else the recorded step tells.
+    That was made for what was captured first. A device that is capped has seen to it that it keeps
+    the budget; others have not.
     """
     first = (capture, kind.plan, kind.script)
     try:
         yield
     except BudgetError as error:
-        assert kind.capture is not None
-        taken = reports_peak(timer.reports) if isinstance(timer, CpuTimer) else 0
-        over = taken > 0 and taken + kind.static_bytes > limit
         kind.capture, kind.plan, kind.script = first
         kind.outfit, kind.plain, kind.placement = kind.base, None, NOWHERE
-        if kind.script is None or over:  # it ran under an online rule, or kept no budget
+        if kind.script is None or not capped:  # None: it ran under an online rule
             kind.recorded = False
             raise
         kind.still = True

@@ -1,5 +1,6 @@
 """What a job does where the allocator has less room than its plan reckoned with."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from legroom.memory.arena import Placement
 from legroom.memory.device import CpuMeter
 from legroom.memory.kinds import Kind
 from legroom.memory.relief import OFF_BY, after_failure, make_room
+from legroom.memory.timers import CpuTimer
 from tests.torch.nets import Mlp
 from tests.torch.support import fitted
 
@@ -90,7 +92,8 @@ def test_after_a_failure_the_allocator_has_more() -> None:
 def test_a_recorded_step_without_a_plan_keeps_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has kept the budget so far: the job says so, and goes on as it was."""
+    """On a device with a cap it has kept the budget: the job says so, and goes on as it was."""
+    monkeypatch.setattr("legroom.memory.job.CudaTimer", CpuTimer)
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise BudgetError("no room", missing_bytes=1 << 20)
@@ -111,3 +114,21 @@ def test_a_recorded_step_without_a_plan_keeps_the_first_one(
         assert kind is not None and kind.plan is not None and kind.plan.actions
         assert kind.recorded and kind.still and not job.runner.deviation
         assert kind.plan.why in job.report()
+
+
+def test_without_a_cap_a_recorded_step_without_a_plan_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In each step, since nothing else keeps the budget; gradients are there as ever."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise BudgetError("no room", missing_bytes=1 << 20)
+
+    monkeypatch.setattr("legroom.memory.job.make_placed_plan", refuse)
+    model, x = nn.Sequential(*[Mlp(p=0.0) for _ in range(4)]), torch.randn(64, 64)
+    with fitted(model, "test_full") as job:
+        for i in range(5):
+            model.zero_grad()
+            with contextlib.nullcontext() if i < 2 else pytest.raises(BudgetError), job.step():
+                model(x).sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
