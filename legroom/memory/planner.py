@@ -176,9 +176,8 @@ def make_safe_plan(
         smallest = min(room + error.missing_bytes, limit)
     with contextlib.suppress(BudgetError):
         return make({**budget, "device": (smallest + limit) // 2}, policy)
-    return make(
-        budget, policy, beside=min((num_bytes for num_bytes in unseen if num_bytes), default=0)
-    )
+    least = min((num_bytes for num_bytes in unseen if num_bytes), default=0)
+    return make(budget, policy, beside=least)
 
 
 def rough_placement(plan: Plan | None, limit: int, room: int) -> Placement:

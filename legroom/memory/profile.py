@@ -152,8 +152,8 @@ def capture_real(
 ) -> Capture:
     """The trace of a step that was recorded as it ran, times and scratch measured.
 
-    `like` is a fake trace of the same model: it knows where each saved tensor would be free,
-    which a run that keeps it cannot show. Its blocks are used again.
+    `like` is a fake trace of the same model: its blocks are used again, and it knows where tensors
+    that came back for backward were done with, which a run that keeps them cannot show.
     """
     births = [0] * len(recorder.ops)
     for row in recorder.storages:

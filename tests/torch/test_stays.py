@@ -116,12 +116,10 @@ def holding_on(model: nn.Module, batch: Tensor) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("body", [holding, holding_on])
-def test_what_the_user_holds_counts(way: str, body: Any) -> None:
-    """However long: the peak is as measured, not as if autograd alone had it."""
+def peak_of(budget: int, policy: str = "auto", body: Any = holding) -> tuple[int, int]:
+    """Predicted and measured, of a step whose results are held."""
     model, batch = States(), rows(count=COUNT)
-    with fitted(model, way) as job:
+    with fitted(model, policy, budget={"device": budget, "host": GIB}) as job:
         job.meter.peaks = True  # type: ignore[attr-defined]
         for _ in range(7):
             with job.step():
@@ -129,20 +127,15 @@ def test_what_the_user_holds_counts(way: str, body: Any) -> None:
             model.zero_grad()
         both = job.comparison()
         assert not job.runner.deviation
-    assert both.measured.device_bytes == pytest.approx(both.predicted.device_bytes, rel=0.002)
-
-
-def peak_of(budget: int, policy: str = "auto") -> tuple[int, int]:
-    """Predicted and measured, of a step whose results are held."""
-    model, batch = States(), rows(count=COUNT)
-    with fitted(model, policy, budget={"device": budget, "host": GIB}) as job:
-        job.meter.peaks = True  # type: ignore[attr-defined]
-        for _ in range(7):
-            with job.step():
-                holding(model, batch)
-            model.zero_grad()
-        both = job.comparison()
     return both.predicted.device_bytes, both.measured.device_bytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("body", [holding, holding_on])
+def test_what_the_user_holds_counts(way: str, body: Any) -> None:
+    """However long: the peak is as measured, not as if autograd alone had it."""
+    predicted, measured = peak_of(GIB, way, body)
+    assert measured == pytest.approx(predicted, rel=0.002)
 
 
 @pytest.mark.parametrize("share", [0.45, 0.3])
