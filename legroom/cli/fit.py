@@ -44,7 +44,7 @@ def fit(
     device: DeviceName = None,
     sizes: Sizes = None,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Steps to train; measured from the fourth on.")
+        int, typer.Option("--steps", min=1, help="Steps to train; measured from the fifth on.")
     ] = NUM_STEPS,
     disk_dir: Annotated[
         str | None, typer.Option("--disk-dir", help="Where tensors that go to disk are put.")
@@ -69,8 +69,8 @@ def fit(
 ) -> Answer:
     """Train a job on this machine under a memory budget.
 
-    The first two steps run under a plan from fake tensors, so the budget holds from the start;
-    the third is recorded; from the fourth on the plan made from that recording is in force:
+    The first steps run under a plan from fake tensors, so the budget holds from the start; the
+    third, on CUDA the fourth, is recorded; after it the plan made from that recording is in force:
 
         legroom fit transformer --budget 120MiB --verify
 
@@ -132,7 +132,7 @@ def _report(job: "Job") -> tuple[dict[str, Any], list[RenderableType]]:
     shown: list[RenderableType] = [*job.parts()]
     if comparison.measured is None:
         made = "The plan was made anew after the last step, and has not been measured yet"
-        early = "Nothing is measured before the fourth step"
+        early = "Nothing is measured before a step was recorded, the third or fourth"
         shown.append(f"{made if kind.replans else early}: use more --steps.")
     over = over_budget(comparison.peaks, job.budget)
     document = {"fits": not over, "policy": plan.policy, "why": plan.why, "budget": job.budget}

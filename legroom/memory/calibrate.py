@@ -1,5 +1,7 @@
 """What measured steps teach: where the time went that the simulator did not foresee."""
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 from scipy.optimize import lsq_linear
@@ -24,15 +26,19 @@ MAX_CONTENTION = {"cuda": 0.15, "cpu": 2.0}
 """Most that a busy link can slow the compute beside it, as a share of the time it is busy.
 
 On a CPU the copies take cores from the ops themselves."""
-ROUNDS = 3
+ROUNDS = 6
+"""Of fitting: with a host that is late in part it takes more than a rule of three."""
 LEAST_S = 1e-3
 """No host enqueues a step in less."""
 NUDGE = 0.02
 SURE = 0.005
 """How far off the median of some steps may be, as a share."""
-SURE_OF_OPS, SURE_OF_LINKS = 0.1, {"cuda": 0.1, "cpu": 2.0}
-"""How far off what is thought of the ops may be, and of what a busy link takes from them."""
-TINY = 1e-9
+SURE_OF_OPS, SURE_OF_HOST, SURE_OF_LINKS = 0.1, 0.3, {"cuda": 0.1, "cpu": 2.0}
+"""How far off what is thought of the ops may be, of the host, and of what a busy link takes."""
+TINY, LEAST = 1e-9, 0.3
+"""Nothing, nearly; and what may be left of the times of ops or host, as a share."""
+Lessons = Sequence[tuple[Sequence[Action], float]]
+"""What plans were to do, and how long their steps took."""
 HOST_BOUND = 0.9
 """A host busy for this share of a step holds the device up."""
 
@@ -51,9 +57,7 @@ def to_scale(kind: Kind, capture: Capture, machine: Machine) -> Capture:
     capture = rescaled(capture, 1.0, max(host_s - replays_s, LEAST_OWN * host_s))
     if host_s > HOST_BOUND * seconds:  # the host was in the way: that says nothing of the ops
         return capture
-    for _ in range(ROUNDS):  # a host that is late in part makes it more than a rule of three
-        capture = rescaled(capture, seconds / Simulator(capture.step, machine).time(actions))
-    return capture
+    return _fit(capture, machine, [(actions, seconds)])[0]
 
 
 def as_predicted(kind: Kind) -> bool:
@@ -72,9 +76,8 @@ def learn(kind: Kind, machine: Machine) -> Machine:
     """Bring the kind's trace in line with what was measured; the machine, in line as well.
 
     Links that the device waited for are as slow as that. How long a host was busy is known unless
-    it waited for the device. One that had no time to spare was slower than thought, and one that
-    was thought to have none faster; else it was the ops, or copies beside them: what all plans so
-    far took together tells which.
+    it waited for the device; one that had no time to spare was slower than thought. Else it was the
+    ops, the host or copies beside them: what all plans so far took together tells which.
     """
     assert kind.plan is not None and kind.capture is not None
     step, actions = kind.capture.step, kind.plan.actions
@@ -90,15 +93,12 @@ def learn(kind: Kind, machine: Machine) -> Machine:
         simulator = Simulator(kind.capture.step, machine)
         predicted_s += simulator.time(actions)
     off_s = kind.step_s - predicted_s
-    seemed_bound = simulator.host_s(actions) > HOST_BOUND * predicted_s
-    if step.host_s and (was_bound if off_s > 0 else seemed_bound):
-        host_s = kind.capture.step.host_s + off_s
-        kind.capture = rescaled(kind.capture, 1.0, max(host_s, LEAST_S))
+    if step.host_s and was_bound and off_s > 0:
+        kind.capture = rescaled(kind.capture, 1.0, kind.capture.step.host_s + off_s)
         return machine
     kind.lessons.append((actions, kind.step_s))
-    factor, contention = _fit(kind, machine)
-    kind.capture = rescaled(kind.capture, factor)
-    return msgspec.structs.replace(machine, contention=contention)
+    kind.capture, machine = _fit(kind.capture, machine, kind.lessons)
+    return machine
 
 
 def _with_stalls(kind: Kind, machine: Machine) -> Machine:
@@ -113,28 +113,37 @@ def _with_stalls(kind: Kind, machine: Machine) -> Machine:
     return slower
 
 
-def _fit(kind: Kind, machine: Machine) -> tuple[float, float]:
-    """By how much ops are slower than thought, and how much a busy link slows them.
+def _fit(capture: Capture, machine: Machine, lessons: Lessons) -> tuple[Capture, Machine]:
+    """Ops, host, and what a busy link takes from the ops, as plans and their times say.
 
-    The least squares of what all measured plans are off by, next to what is thought already.
+    The least squares of what those are off by, next to what is thought already: none of the three
+    is blamed where the simulator says that it does not matter.
     """
-    assert kind.capture is not None
-    now = Simulator(kind.capture.step, machine)
-    slower = Simulator(rescaled(kind.capture, 1 + NUDGE).step, machine)
-    lines, offs = [], []
-    for actions, measured_s in kind.lessons:
-        predicted_s = now.time(actions)
-        by_ops = (slower.time(actions) - predicted_s) / NUDGE
-        lines.append((by_ops / measured_s / SURE, now.busy_s(actions) / measured_s / SURE))
-        offs.append((measured_s - predicted_s) / measured_s / SURE)
-    most = max(MAX_CONTENTION[machine.device], machine.contention) - machine.contention
-    found = lsq_linear(
-        np.array([*lines, (1 / SURE_OF_OPS, 0.0), (0.0, 1 / SURE_OF_LINKS[machine.device])]),
-        np.array([*offs, 0.0, 0.0]),
-        bounds=((-0.5, -machine.contention - TINY), (np.inf, most + TINY)),
-    )
-    more, beside = found.x
-    return 1 + float(more), max(machine.contention + float(beside), 0.0)
+    sure = np.array([SURE_OF_OPS, SURE_OF_HOST, SURE_OF_LINKS[machine.device]])
+    most = max(MAX_CONTENTION[machine.device], machine.contention)
+    first, found = capture, np.array([1.0, 1.0, machine.contention])
+    thought = found.copy()
+    for _ in range(ROUNDS):
+        machine = msgspec.structs.replace(machine, contention=float(found[2]))
+        capture = rescaled(first, float(found[0]), first.step.host_s * float(found[1]))
+        now, host_s = Simulator(capture.step, machine), capture.step.host_s
+        slower = Simulator(rescaled(capture, 1 + NUDGE).step, machine)
+        later = Simulator(rescaled(capture, 1.0, host_s * (1 + NUDGE)).step, machine)
+        lines, offs = [], []
+        for actions, measured_s in lessons:
+            predicted_s = now.time(actions)
+            more = [(x.time(actions) - predicted_s) / NUDGE for x in (slower, later)]
+            slopes = np.array([*(more / found[:2]), now.busy_s(actions)])
+            lines.append(slopes / measured_s / SURE)
+            offs.append((measured_s - predicted_s) / measured_s / SURE + lines[-1] @ found)
+        found = lsq_linear(
+            np.array([*lines, *np.diag(1 / sure)]),
+            np.array([*offs, *(thought / sure)]),
+            bounds=((LEAST, LEAST, -TINY), (np.inf, np.inf, most + TINY)),
+        ).x.clip(0)
+    ops, host, contention = map(float, found)
+    capture = rescaled(first, ops, first.step.host_s * host)
+    return capture, msgspec.structs.replace(machine, contention=contention)
 
 
 def foresee(kind: Kind, learned: Capture | None, machine: Machine) -> None:

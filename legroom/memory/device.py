@@ -48,6 +48,8 @@ class Reading:
 class Meter(ABC):
     """Takes time and peak of whole steps."""
 
+    warm = 2
+    """Steps of a kind before one is recorded: the first finds everything cold."""
     slack = 0.0
     """Share of the budget left to what the trace does not show, beyond the allocator's overhead."""
     firm = False
@@ -196,6 +198,8 @@ class CudaMeter(Meter):
 
     SLACK = 0.015
     """Share of a budget that the allocator takes, at the least."""
+    warm = 3
+    """The second has memory mapped for it, and a host that is slow at first touch."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -243,8 +247,8 @@ class CudaMeter(Meter):
         return Reading(seconds, peaks, self._host_s, pressed)
 
     def found(self) -> int:
-        """Bytes allocated by this process."""
-        return torch.cuda.memory_allocated(self.device)
+        """Bytes allocated by this process, less walls: layouts have their own count of those."""
+        return torch.cuda.memory_allocated(self.device) - self.layout.walls_bytes
 
     def overhead(self, budget: int) -> int:
         """Bytes of a budget that the allocator itself may take.

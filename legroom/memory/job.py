@@ -3,10 +3,9 @@
 [Note: visits] Steps are told apart by their signature. The first visit of a signature runs under
 a plan made from a fake capture, so the budget holds before anything was measured; a model that
 fake tensors cannot follow runs under the online rule instead. The second visit runs the same way,
-warm, and is timed as a whole; the third is recorded op by op, and its times are brought to the
-scale of the second. From the fourth on the plan made from that recording is in force; measured
-time and peak then stand beside the predicted ones, and a plan whose time comes out otherwise is
-made anew.
+warm, and is timed as a whole, and so does the third where the device is a card; the next is
+recorded op by op, and its times are brought to the scale of the fastest of those. From then on its
+plan is in force and is measured; one whose time comes out otherwise is made anew.
 """
 
 import contextlib
@@ -56,8 +55,8 @@ from legroom.memory.verify import Verdict, settle, verify_step
 if TYPE_CHECKING:
     from legroom.memory.workshop import Workshop
 
-WARM, MAX_REPLANS, GIVEN_UP = 2, 3, 3
-"""Visits before a signature is recorded; most often that it is planned anew; recorded in vain."""
+MAX_REPLANS, GIVEN_UP = 3, 3
+"""Most often that a signature is planned anew; that it is recorded in vain."""
 
 
 def make_workshop(model: nn.Module, device: torch.device) -> "Workshop":
@@ -148,9 +147,10 @@ class MemoryJob:
         self._open(kind, self._stack, args, kwargs)
 
     def _open(self, kind: Kind, stack: contextlib.ExitStack, args: Any, kwargs: Any) -> None:
-        if self.workshop is not None and kind.visits == WARM - 1 and kind.capture is not None:
-            stack.enter_context(self.workshop.sampling(kind.capture.step, (args, kwargs)))
-        if kind.visits < WARM or kind.recorded:
+        warm, shop = self.meter.warm, self.workshop
+        if shop is not None and kind.visits == warm - 1 and kind.capture is not None:
+            stack.enter_context(shop.sampling(kind.capture.step, (args, kwargs)))
+        if kind.visits < warm or kind.recorded:
             stack.enter_context(self.meter.step(self.model, apart=kind.learning))
             stack.enter_context(self.runner.following())
             return
@@ -286,7 +286,7 @@ class MemoryJob:
             self._use_recording(kind, *self._recording)
         elif not kind.recorded:
             reading = self.meter.last()
-            kind.reference = (reading.seconds(), *reading.host_s)
+            kind.refer((reading.seconds(), *reading.host_s))
         else:
             kind.file(self._measure(kind))
             if kind.ripe and (kind.pressed or not kind.still):

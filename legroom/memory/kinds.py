@@ -18,8 +18,7 @@ from legroom.memory.host import BUSY
 from legroom.memory.plan import Plan
 from legroom.memory.profile import Capture
 from legroom.memory.script import Script
-from legroom.memory.trace import ROOT, Step
-from legroom.memory.variants import with_variants
+from legroom.memory.trace import ROOT
 
 WINDOW = 25
 """Measured steps that count for a report."""
@@ -157,6 +156,11 @@ class Kind:
     """There is no plan that leaves the allocator more room."""
     pending: Callable[[], Measurement] | None = None
     """The last step, which the device may still be at: filed with the next, so none waits."""
+
+    def refer(self, times: tuple[float, float, float]) -> None:
+        """Note what a step took before the recording: the fastest counts, but not the first."""
+        if self.visits <= 2 or self.reference is None or times < self.reference:
+            self.reference = times
 
     def file(self, fresh: Callable[[], Measurement] | None = None) -> None:
         """Put the pending measurement, if any, with the others; `fresh` is pending from now on."""
@@ -329,8 +333,15 @@ class Kind:
 
 
 def rescaled(capture: Capture, factor: float, host_s: float | None = None) -> Capture:
-    """The same trace with every op slower or faster by a factor, and the host's time if given."""
-    ops = tuple(msgspec.structs.replace(op, time_s=op.time_s * factor) for op in capture.step.ops)
-    host_s = capture.step.host_s if host_s is None else host_s
-    step: Step = msgspec.structs.replace(capture.step, ops=ops, host_s=host_s)
-    return Capture(with_variants(step), capture.forms)
+    """The same trace with every op slower or faster by a factor, and the host's time if given.
+
+    Blocks keep their variants: none is better or worse than before, next to the others.
+    """
+    step, replace = capture.step, msgspec.structs.replace
+    ops = tuple(replace(op, time_s=op.time_s * factor) for op in step.ops)
+    blocks = []
+    for block in step.blocks:
+        ways = (replace(way, replay_s=way.replay_s * factor) for way in block.variants)
+        blocks.append(replace(block, variants=tuple(ways)))
+    host_s = step.host_s if host_s is None else host_s
+    return Capture(replace(step, ops=ops, blocks=tuple(blocks), host_s=host_s), capture.forms)

@@ -107,6 +107,11 @@ class Layout:
                 return int(self._mapped * share)
         return 0
 
+    @property
+    def walls_bytes(self) -> int:
+        """What its walls take."""
+        return sum(wall.numel() for wall in self._walls)
+
     def look(self) -> None:
         """Find out what is lost: what segments have free when all that can be was given back."""
         torch.cuda.empty_cache()

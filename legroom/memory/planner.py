@@ -71,11 +71,8 @@ POLICIES: Registry[Policy] = Registry("policy")
 LOSS_OPS = ("log_softmax", "nll_loss")
 SAFE = 0.88
 """Share of the budget that a plan for steps not yet measured may use."""
-SHARES = (1.0, 0.98, 0.965, 0.95, 0.93, 0.9)
+SHARES = (1.0, 0.98, 0.965, 0.95, 0.93, 0.9, 0.85, 0.8)
 """Shares of the device's budget to plan for, until an allocator finds room for all tensors."""
-FINE_SHARES = (1.0, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92, 0.91, 0.9)
-FEW_OPS = 300
-"""The finer shares are for steps that are planned in no time."""
 LINK_SHARE = 0.88
 """Of the rate of each link, a plan counts on this: copies wait for each other and for the host, and
 a plan that leaves a link no time to spare waits for every late one."""
@@ -210,15 +207,16 @@ def make_placed_plan(
     make = partial(make_plan, step, machine, policy=policy, lossy=lossy, caution=caution)
     if room == 0:
         return make(budget), NOWHERE
-    limit, careful = budget["device"], careful_simulator(step, machine, caution)
+    careful, limit = careful_simulator(step, machine, caution), budget["device"]
     wide = limit if room is None else room
+    limit = min(limit, wide)
 
     def placed(share: float, quick: bool) -> _Placed:
-        plan = make({**budget, "device": int(limit * share)}, quick=quick)
+        plan = make({**budget, "device": round(limit * share)}, quick=quick)
         seconds, tight = careful.time(plan.actions), plan.predicted.device_bytes >= FAR * limit
         if not tight:
             return _Placed(0, seconds, plan, NOWHERE)
-        placement = place(careful, plan.actions, min(limit, wide))
+        placement = place(careful, plan.actions, limit)
         in_wide = placement.missing_bytes > 0 and wide > limit
         if in_wide:
             placement, seconds = place(careful, plan.actions, wide), WIDE * seconds
@@ -227,7 +225,7 @@ def make_placed_plan(
 
     found, tried = list[_Placed](), list[float]()
     with contextlib.suppress(BudgetError):
-        for share in SHARES if len(step.ops) > FEW_OPS else FINE_SHARES:
+        for share in SHARES:
             found.append(placed(share, quick=True))
             tried.append(share)
             if not found[-1].missing_bytes and not found[-1].in_wide:
@@ -244,7 +242,7 @@ def make_placed_plan(
             if share != tried[-1] and not found[-1].missing_bytes:
                 break
     if not found:
-        found.append(placed(1.0, quick=False))
+        found.append(placed(budget["device"] / limit, quick=False))
     best = best_placed(found)
     return best.plan, best.placement
 

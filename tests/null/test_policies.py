@@ -438,8 +438,11 @@ def test_plans_lie_in_more_than_their_budget_only_where_it_pays(
     plan, placed = make_placed_plan(step, machine(), limits, "auto", room=int(1.1 * limit))
     assert placed.stretches == (int(lies_in * limit),) and not placed.missing_bytes
     assert (plan.predicted.device_bytes > 0.97 * limit) == (lies_in > 1)
-    _, placed = make_placed_plan(step, machine(), limits, "auto", room=int(0.5 * limit))
-    assert placed.stretches == (int(0.5 * limit),) and placed.missing_bytes
+    plan, placed = make_placed_plan(step, machine(), limits, "auto", room=int(0.8 * limit))
+    assert placed.stretches == (int(0.8 * limit),) and not placed.missing_bytes
+    assert plan.predicted.device_bytes <= 0.8 * limit, "and for less where there is less room"
+    _, placed = make_placed_plan(step, machine(), limits, "auto", room=int(0.01 * limit))
+    assert placed.stretches == (int(0.01 * limit),) and placed.missing_bytes
 
 
 def test_a_plan_that_nearly_finds_room_is_made_for_a_little_less(
@@ -453,11 +456,24 @@ def test_a_plan_that_nearly_finds_room_is_made_for_a_little_less(
         return Placement((limit,), max(0, simulator.shape(actions).peak - most[-1]))
 
     monkeypatch.setattr("legroom.memory.planner.place", place)
-    monkeypatch.setattr("legroom.memory.planner.FEW_OPS", 0)
     limits = {"device": make_plan(step, machine(), budget(step, 0.5)).predicted.device_bytes}
     plan, placed = make_placed_plan(step, machine(), limits, "auto")
     assert not placed.missing_bytes
     assert 0.985 * limits["device"] <= plan.budget["device"] <= most[-1]
+
+
+def test_plans_are_made_for_less_until_large_tensors_find_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few that fill most of the room leave gaps that are of no use to the next."""
+    step = chain(40, 512, output_bytes=16)
+
+    def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placement:
+        return Placement((limit,), max(0, simulator.shape(actions).peak - int(0.83 * limit)))
+
+    monkeypatch.setattr("legroom.memory.planner.place", place)
+    plan, placed = make_placed_plan(step, machine(), budget(step, 0.6), "auto")
+    assert not placed.missing_bytes and plan.actions
 
 
 def test_first_plans_are_given_all_the_room_where_it_is_tight() -> None:
