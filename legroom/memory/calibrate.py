@@ -35,8 +35,8 @@ SURE = 0.005
 """How far off the median of some steps may be, as a share."""
 SURE_OF_OPS, SURE_OF_HOST, SURE_OF_LINKS = 0.1, 0.3, {"cuda": 0.1, "cpu": 2.0}
 """How far off what is thought of the ops may be, of the host, and of what a busy link takes."""
-TINY, LEAST = 1e-9, 0.3
-"""Nothing, nearly; and what may be left of the times of ops or host, as a share."""
+TINY, MOST = 1e-9, 1.5
+"""Nothing, nearly; and the most by which ops or host may be off, as a logarithm."""
 Lessons = Sequence[tuple[Sequence[Action], float]]
 """What plans were to do, and how long their steps took."""
 HOST_BOUND = 0.9
@@ -45,19 +45,19 @@ HOST_BOUND = 0.9
 
 def to_scale(kind: Kind, capture: Capture, machine: Machine) -> Capture:
     """Times as they are without the recorder: those of the warm step under the same plan."""
-    if kind.reference is None or kind.script is None or kind.script.moves:
+    if kind.reference is None or kind.script is None:
         return capture
-    actions: list[Action] = [*kind.script.plan.recomputes, *parks(kind.script.plan.actions)]
-    simulator, (seconds, *seen) = Simulator(capture.step, machine), kind.reference
+    then, plan = Simulator(kind.script.step, machine), kind.script.plan
+    seconds, *seen = kind.reference
+    busy_s = then.host_seen_s(plan.actions, *seen)
+    own_s = max(busy_s - then.host_added_s(plan.actions), LEAST_OWN * busy_s)
+    capture = rescaled(capture, 1.0, own_s)
+    if plan.moves or busy_s > HOST_BOUND * seconds:  # that says nothing of the ops
+        return capture
     try:
-        host_s = simulator.host_seen_s(actions, *seen)
-        replays_s = sum(r.variant.host_s for r in simulator.replays(actions))
+        return _fit(capture, machine, [([*plan.recomputes, *parks(plan.actions)], seconds)])[0]
     except RecordError:  # the recording gave the blocks other variants
         return capture
-    capture = rescaled(capture, 1.0, max(host_s - replays_s, LEAST_OWN * host_s))
-    if host_s > HOST_BOUND * seconds:  # the host was in the way: that says nothing of the ops
-        return capture
-    return _fit(capture, machine, [(actions, seconds)])[0]
 
 
 def as_predicted(kind: Kind) -> bool:
@@ -86,14 +86,14 @@ def learn(kind: Kind, machine: Machine) -> Machine:
     predicted_s = kind.plan.predicted.step_s + simulator.time(actions) - thought_s
     busy_s = simulator.host_seen_s(actions, kind.host_s, kind.forward_s)
     was_bound = busy_s > HOST_BOUND * kind.step_s
-    if step.host_s and not was_bound:
-        host_s = step.host_s + busy_s - simulator.host_s(actions)
+    if kind.host_s and not (was_bound and step.host_s):
+        host_s = busy_s - simulator.host_added_s(actions)
         kind.capture = rescaled(kind.capture, 1.0, max(host_s, LEAST_S))
         predicted_s -= simulator.time(actions)
         simulator = Simulator(kind.capture.step, machine)
         predicted_s += simulator.time(actions)
     off_s = kind.step_s - predicted_s
-    if step.host_s and was_bound and off_s > 0:
+    if kind.host_s and was_bound and off_s > 0:
         kind.capture = rescaled(kind.capture, 1.0, kind.capture.step.host_s + off_s)
         return machine
     kind.lessons.append((actions, kind.step_s))
@@ -117,15 +117,14 @@ def _fit(capture: Capture, machine: Machine, lessons: Lessons) -> tuple[Capture,
     """Ops, host, and what a busy link takes from the ops, as plans and their times say.
 
     The least squares of what those are off by, next to what is thought already: none of the three
-    is blamed where the simulator says that it does not matter.
+    is blamed where the simulator says that it does not matter. A host is at most as busy as it was
+    seen to be, which is what it comes in with; but what no one is to blame for is that it was late.
     """
     sure = np.array([SURE_OF_OPS, SURE_OF_HOST, SURE_OF_LINKS[machine.device]])
     most = max(MAX_CONTENTION[machine.device], machine.contention)
-    first, found = capture, np.array([1.0, 1.0, machine.contention])
+    first, found = capture, np.array([0.0, 0.0, machine.contention])  # the first two as logarithms
     thought = found.copy()
     for _ in range(ROUNDS):
-        machine = msgspec.structs.replace(machine, contention=float(found[2]))
-        capture = rescaled(first, float(found[0]), first.step.host_s * float(found[1]))
         now, host_s = Simulator(capture.step, machine), capture.step.host_s
         slower = Simulator(rescaled(capture, 1 + NUDGE).step, machine)
         later = Simulator(rescaled(capture, 1.0, host_s * (1 + NUDGE)).step, machine)
@@ -133,17 +132,23 @@ def _fit(capture: Capture, machine: Machine, lessons: Lessons) -> tuple[Capture,
         for actions, measured_s in lessons:
             predicted_s = now.time(actions)
             more = [(x.time(actions) - predicted_s) / NUDGE for x in (slower, later)]
-            slopes = np.array([*(more / found[:2]), now.busy_s(actions)])
-            lines.append(slopes / measured_s / SURE)
-            offs.append((measured_s - predicted_s) / measured_s / SURE + lines[-1] @ found)
+            sure_s = SURE * min(measured_s, predicted_s)
+            lines.append(np.array([*more, now.busy_s(actions)]) / sure_s)
+            offs.append((measured_s - predicted_s) / sure_s + lines[-1] @ found)
         found = lsq_linear(
             np.array([*lines, *np.diag(1 / sure)]),
             np.array([*offs, *(thought / sure)]),
-            bounds=((LEAST, LEAST, -TINY), (np.inf, np.inf, most + TINY)),
-        ).x.clip(0)
-    ops, host, contention = map(float, found)
-    capture = rescaled(first, ops, first.step.host_s * host)
-    return capture, msgspec.structs.replace(machine, contention=contention)
+            bounds=((-MOST, -MOST, -TINY), (MOST, TINY, most + TINY)),
+            method="bvls",
+        ).x
+        ops, host = np.exp(found[:2]).tolist()
+        capture = rescaled(first, ops, first.step.host_s * host)
+        machine = msgspec.structs.replace(machine, contention=max(float(found[2]), 0.0))
+    actions, measured_s = lessons[-1]
+    left_s = measured_s - Simulator(capture.step, machine).time(actions)
+    if capture.step.host_s and left_s > TOLERANCE * measured_s:
+        capture = rescaled(capture, 1.0, capture.step.host_s + left_s)
+    return capture, machine
 
 
 def foresee(kind: Kind, learned: Capture | None, machine: Machine) -> None:

@@ -165,6 +165,10 @@ class Simulator:
         """Time the host is busy under these actions; 0 where it is not a matter."""
         return self.host.total_s(Play(self, actions).host_work()) if self.step.host_s else 0.0
 
+    def host_added_s(self, actions: Sequence[Action]) -> float:
+        """Time of it that these actions add."""
+        return sum(seconds for _, seconds in Play(self, actions).host_work())
+
     def host_seen_s(self, actions: Sequence[Action], all_s: float, forward_s: float) -> float:
         """Time the host was busy under these actions, where it was at the step for that long."""
         return self.host.seen_s(Play(self, actions).host_work(), all_s, forward_s)
