@@ -286,7 +286,7 @@ class MemoryJob:
             self._use_recording(kind, *self._recording)
         elif not kind.recorded:
             reading = self.meter.last()
-            kind.refer((reading.seconds(), *reading.host_s))
+            kind.refer((reading.seconds(), *reading.host_s), reading.pressed)
         else:
             kind.file(self._measure(kind))
             if kind.ripe and (kind.pressed or not kind.still):

@@ -157,9 +157,12 @@ class Kind:
     pending: Callable[[], Measurement] | None = None
     """The last step, which the device may still be at: filed with the next, so none waits."""
 
-    def refer(self, times: tuple[float, float, float]) -> None:
-        """Note what a step took before the recording: the fastest counts, but not the first."""
-        if self.visits <= 2 or self.reference is None or times < self.reference:
+    def refer(self, times: tuple[float, float, float], pressed: bool) -> None:
+        """Note what a step took before the recording: the fastest counts, but not the first.
+
+        Nor one in which the host was held up by the allocator.
+        """
+        if not pressed and (self.visits <= 2 or self.reference is None or times < self.reference):
             self.reference = times
 
     def file(self, fresh: Callable[[], Measurement] | None = None) -> None:

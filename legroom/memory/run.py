@@ -20,7 +20,7 @@ from legroom.memory.mechanisms.entry import (
     State,
     check_version,
 )
-from legroom.memory.mechanisms.hooks import InnerHooks
+from legroom.memory.mechanisms.hooks import InnerHooks, lift
 from legroom.memory.mechanisms.lanes import Lanes, Place
 from legroom.memory.mechanisms.mover import Mover
 from legroom.memory.mechanisms.recompute import Held, forget_surroundings, open_frame
@@ -156,6 +156,8 @@ class Runner:
                 region.frame = open_frame(how, module, (args, kwargs), self.device)
         if region.rows is not None and self._outside.rows is None:
             self._watch.enter_context(self._saving())
+        elif region.rows is None and block != UNKNOWN:
+            lift(self._pack, self._unpack, self._watch)
         if region.frame is not None and region.frame.tape is not None:
             self._watch.enter_context(region.frame.tape)
         self._region = region

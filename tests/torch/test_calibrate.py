@@ -263,6 +263,17 @@ def test_a_host_that_is_late_in_part_is_not_the_ops_doing(share: float) -> None:
     assert 0.9 * before < total_s(kind) < 1.1 * before
 
 
+def test_the_fastest_warm_step_is_what_others_are_measured_by() -> None:
+    """Not the first, which finds everything cold; nor one that waited for the allocator."""
+    kind = Kind("test")
+    for visit, (seconds, pressed) in enumerate([(1.0, False), (3.0, False), (2.0, False)], 1):
+        kind.visits = visit
+        kind.refer((seconds, 0.5, 0.2), pressed)
+    assert kind.reference == (2.0, 0.5, 0.2)
+    kind.refer((1.5, 9.0, 9.0), pressed=True)
+    assert kind.reference == (2.0, 0.5, 0.2)
+
+
 def test_replays_are_not_the_steps_own_host_time() -> None:
     """What a warm step's replays took of the host is left out."""
     kind = kind_of(lambda step: [Recompute(block=0, variant="full")])

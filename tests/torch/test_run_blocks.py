@@ -1,5 +1,6 @@
 """Whatever a block does, its gradients under a plan are those of the unplanned step."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from legroom.memory.trace import FULL
-from tests.torch.nets import Attention, ConvNorm, Each, Mlp, images, rows, stack, texts
+from legroom.memory.actions import Action
+from legroom.memory.run import Runner
+from legroom.memory.trace import FULL, Step
+from tests.torch.nets import WIDTH, Attention, ConvNorm, Each, Mlp, images, rows, stack, texts
 from tests.torch.support import (
     LIVE,
     PLANS,
@@ -18,6 +21,9 @@ from tests.torch.support import (
     assert_same,
     full,
     live_check,
+    movable,
+    moves,
+    result_of,
     selective,
     weigh,
 )
@@ -375,3 +381,87 @@ def test_saved_tensors_of_a_branch_that_goes_nowhere() -> None:
         return self.down(F.gelu(h))
 
     Rig(stack(lambda: Each(fn)), rows()).check(full)
+
+
+# -- blocks that a plan leaves alone --------------------------------------------------------------
+
+
+class Stemmed(nn.Module):
+    """Layers before and after the blocks, which save tensors as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.body = stack(Mlp, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(F.gelu(self.stem(x))))
+
+
+def move_the_first_outside(step: Step) -> list[Action]:
+    """A move of what the stem saves."""
+    outside = [s for s in movable(step) if all(row.block < 0 for row in step.saves[s])]
+    return list(moves(step, outside[:1]))
+
+
+def test_blocks_a_plan_leaves_alone_save_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something outside of them is moved: a call for each saved tensor is slow."""
+    packed, pack = [], Runner._pack
+    monkeypatch.setattr(Runner, "_pack", lambda me, x: packed.append(1) or pack(me, x))
+    rig = Rig(Stemmed(), rows())
+    script = rig.check(move_the_first_outside)
+    assert -1 in script.watched and len(script.watched) < 5
+    watched = sum(len(rig.step.saved_in(b)) for b in script.watched)
+    assert 0 < len(packed) / 3 < len(rig.step.saved) / 2 + watched
+    assert len(packed) / 3 < 4 * watched, "weights are saved, too"
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_hooks_of_the_users_own_for_saved_tensors_stay(where: str) -> None:
+    """Around the step or in a block that the plan leaves alone: they see what is saved there."""
+    model, seen = Stemmed(), []
+    rig = Rig(model, rows())
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+    plain = rig.plain()
+    rig.install(move_the_first_outside(rig.step))
+    try:
+        rig.start.restore()
+        if where == "inside":
+            forward = model.body[4].down.forward
+
+            def hooked(x: Tensor) -> Tensor:
+                with hooks:
+                    return forward(x)
+
+            model.body[4].down.forward = hooked  # type: ignore[method-assign]
+        with rig.runner.following(), hooks if where == "around" else contextlib.nullcontext():
+            loss = rig.loss()
+        with rig.runner.following():
+            loss.backward()
+        assert_same(result_of(model, loss), plain)
+        assert len(seen) >= (2 if where == "inside" else 40)
+    finally:
+        rig.close()
+
+
+def test_hooks_are_as_before_after_a_block_that_raised() -> None:
+    """One that the plan leaves alone, while hooks are off."""
+    model = Stemmed()
+    rig = Rig(model, rows())
+    plain = rig.plain()
+    rig.install(move_the_first_outside(rig.step))
+    try:
+        forward = model.body[4].forward
+        model.body[4].forward = lambda x: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError), rig.runner.following():
+            rig.loss()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        model.body[4].forward = forward  # type: ignore[method-assign]
+        assert_same(rig.planned(), plain)
+    finally:
+        rig.close()

@@ -1,8 +1,10 @@
-"""Hooks around a block's forward, inside of any the user hangs on it."""
+"""Hooks around a block, inside of any the user hangs on it; and those for what it saves."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -71,3 +73,18 @@ def _hang(module: nn.Module, before: Any, after: Any) -> tuple[RemovableHandle, 
         module.register_forward_pre_hook(before, with_kwargs=True),
         module.register_forward_hook(after, prepend=True, always_call=True),
     )
+
+
+_autograd: Any = torch._C._autograd
+_innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+def lift(pack: Any, unpack: Any, until: ExitStack) -> None:
+    """Take hooks for saved tensors off until a stack is closed, unless others lie inside of them.
+
+    Autograd then saves what it saves by itself, without a call into Python for each.
+    """
+    found = _innermost(False)
+    if found is not None and found[0] == pack:
+        _autograd._pop_saved_tensors_default_hooks()
+        until.callback(_autograd._push_saved_tensors_default_hooks, pack, unpack)
