@@ -55,7 +55,7 @@ from legroom.memory.verify import Verdict, settle, verify_step
 if TYPE_CHECKING:
     from legroom.memory.workshop import Workshop
 
-MAX_REPLANS, GIVEN_UP = 3, 3
+MAX_REPLANS, GIVEN_UP = 2, 3
 """Most often that a signature is planned anew; that it is recorded in vain."""
 
 

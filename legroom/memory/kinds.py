@@ -22,8 +22,9 @@ from legroom.memory.trace import ROOT
 
 WINDOW = 25
 """Measured steps that count for a report."""
-FEWEST, MOST = 4, 12
-"""Measured steps before a plan is judged; as many as MOST where they differ."""
+FEWEST, MOST = 2, 11
+"""Measured steps before a plan is judged, not counting its first; as many as MOST if they differ.
+"""
 NOISE = 0.04
 """Steps whose middle half lies closer together, as a share of their median, are alike."""
 TIDYING = 1.15
@@ -166,10 +167,13 @@ class Kind:
             self.reference = times
 
     def file(self, fresh: Callable[[], Measurement] | None = None) -> None:
-        """Put the pending measurement, if any, with the others; `fresh` is pending from now on."""
-        pending, self.pending = self.pending, fresh
-        if pending is not None:
-            self.measurements.append(pending())
+        """Put the pending measurement, if any, with the others; `fresh` is pending from now on.
+
+        Unless plans are still made: then each step waits for the one before it anyway.
+        """
+        pending, self.pending = self.pending, fresh if self.still else None
+        ended = (pending, None if self.still else fresh)
+        self.measurements += [measure() for measure in ended if measure is not None]
 
     def judge(self, last: bool) -> bool:
         """Note the plan in force if it is the fastest so far; the `last` gives way to that one.
@@ -265,7 +269,7 @@ class Kind:
         """Whether there are steps enough to judge the plan in force by."""
         if self.pressed and self.measurements:  # the next step may not find room at all
             return True
-        fresh = sorted(m.seconds for m in self.measurements[self.judged :])
+        fresh = sorted(m.seconds for m in self.measurements[max(self.judged, 1) :])
         if not FEWEST <= len(fresh) < MOST:
             return len(fresh) >= MOST
         quarter = len(fresh) // 4

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
+from legroom.memory.device import CpuMeter, Reading
 from legroom.memory.host import BOLD, CAUTION
 from legroom.memory.kinds import MOST_ROOM, Kind
 from legroom.memory.mechanisms.entry import Dropped
-from legroom.memory.planner import make_placed_plan
+from legroom.memory.planner import POLICIES, Choice, make_placed_plan
 from legroom.memory.relief import PRESSED
 from tests.torch.nets import (
     WIDTH,
@@ -32,7 +34,7 @@ from tests.torch.nets import (
     stack,
     texts,
 )
-from tests.torch.support import LIVE, Start, fitted, live_check, weigh
+from tests.torch.support import LIVE, Start, fitted, full, live_check, selective, total, weigh
 
 EACH = pytest.mark.parametrize("policy", LIVE)
 Train = Callable[[nn.Module, torch.optim.Optimizer, Callable[[], Any]], None]
@@ -634,3 +636,27 @@ def test_a_cache_that_training_does_not_need_is_told(cached: bool) -> None:
     told = pytest.warns(UserWarning, match="use_cache = False") if cached else nullcontext()
     with told, fitted(model, "keep_all"):
         pass
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, 0.6])
+def test_plans_settle_within_ten_steps(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where no prediction comes true and each plan is another one: then all is left alone."""
+    model, jobs, builds = stack(Mlp), list[Any](), itertools.cycle([full, selective])
+    turns = {"test_turns": lambda problem: Choice(next(builds)(problem.step), "by turns")}
+    monkeypatch.setattr(POLICIES, "_entries", POLICIES._entries | turns)
+
+    def last(meter: CpuMeter) -> Reading:
+        current = jobs[0].current if jobs else None
+        seconds = factor * current.plan.predicted.step_s if current is not None else 1.0
+        return Reading(lambda: seconds, {})
+
+    monkeypatch.setattr(CpuMeter, "last", last)
+    optimizer, planned = torch.optim.SGD(model.parameters()), []
+    with fitted(model, "test_turns", optimizer=optimizer) as job:
+        jobs.append(job)
+        for _ in range(20):
+            with job.step():
+                total(model, rows()).backward()
+            if job.current.recorded:
+                planned.append(job.current.still)
+    assert planned.index(True) <= 10, planned
