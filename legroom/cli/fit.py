@@ -44,7 +44,7 @@ def fit(
     device: DeviceName = None,
     sizes: Sizes = None,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Steps to train; measured from the fifth on.")
+        int, typer.Option("--steps", min=1, help="Steps to train; the first four are not measured.")
     ] = NUM_STEPS,
     disk_dir: Annotated[
         str | None, typer.Option("--disk-dir", help="Where tensors that go to disk are put.")

@@ -1,5 +1,6 @@
 """What measured steps teach: where the time went that the simulator did not foresee."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -35,8 +36,10 @@ SURE = 0.005
 """How far off the median of some steps may be, as a share."""
 SURE_OF_OPS, SURE_OF_HOST, SURE_OF_LINKS = 0.1, 0.3, {"cuda": 0.1, "cpu": 2.0}
 """How far off what is thought of the ops may be, of the host, and of what a busy link takes."""
-TINY, MOST = 1e-9, 1.5
+TINY, MOST = 1e-9, 6.0
 """Nothing, nearly; and the most by which ops or host may be off, as a logarithm."""
+Slopes = np.ndarray[tuple[int], np.dtype[np.float64]]
+"""How times change with the three."""
 Lessons = Sequence[tuple[Sequence[Action], float]]
 """What plans were to do, and how long their steps took."""
 HOST_BOUND = 0.9
@@ -124,20 +127,23 @@ def _fit(capture: Capture, machine: Machine, lessons: Lessons) -> tuple[Capture,
     most = max(MAX_CONTENTION[machine.device], machine.contention)
     first, found = capture, np.array([0.0, 0.0, machine.contention])  # the first two as logarithms
     thought = found.copy()
+    above: list[tuple[Slopes, float]] = []
     for _ in range(ROUNDS):
         now, host_s = Simulator(capture.step, machine), capture.step.host_s
         slower = Simulator(rescaled(capture, 1 + NUDGE).step, machine)
         later = Simulator(rescaled(capture, 1.0, host_s * (1 + NUDGE)).step, machine)
-        lines, offs = [], []
+        rows = list(above)
         for actions, measured_s in lessons:
-            predicted_s = now.time(actions)
+            predicted_s = max(now.time(actions), TINY)
             more = [(x.time(actions) - predicted_s) / NUDGE for x in (slower, later)]
-            sure_s = SURE * min(measured_s, predicted_s)
-            lines.append(np.array([*more, now.busy_s(actions)]) / sure_s)
-            offs.append((measured_s - predicted_s) / sure_s + lines[-1] @ found)
+            slopes = np.array([*more, now.busy_s(actions)]) / predicted_s / SURE
+            off = math.log(max(measured_s, TINY) / predicted_s) / SURE
+            rows.append((slopes, off + float(slopes @ found)))
+            if off < 0:  # else ops and host would take turns at being what is too slow
+                above.append(rows[-1])
         found = lsq_linear(
-            np.array([*lines, *np.diag(1 / sure)]),
-            np.array([*offs, *(thought / sure)]),
+            np.array([*(slopes for slopes, _ in rows), *np.diag(1 / sure)]),
+            np.array([*(off for _, off in rows), *(thought / sure)]),
             bounds=((-MOST, -MOST, -TINY), (MOST, TINY, most + TINY)),
             method="bvls",
         ).x

@@ -280,7 +280,7 @@ class MemoryJob:
         if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
             kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
             kind.script = None if kind.outfit.changes else kind.script  # it is for other code
-            kind.outfit, kind.still = kind.base, False
+            kind.outfit, kind.still, kind.reference = kind.base, False, None
             self.signer = Signer(self.model)
         if self._recording is not None:
             self._use_recording(kind, *self._recording)

@@ -163,7 +163,9 @@ class Kind:
 
         Nor one in which the host was held up by the allocator.
         """
-        if not pressed and (self.visits <= 2 or self.reference is None or times < self.reference):
+        if self.visits == 2:
+            self.reference = None
+        if not pressed and (self.reference is None or times < self.reference):
             self.reference = times
 
     def file(self, fresh: Callable[[], Measurement] | None = None) -> None:
@@ -202,6 +204,8 @@ class Kind:
 
     def put_back(self, force: Force) -> None:
         """Have what was in force before."""
+        if force.outfit != self.outfit:  # those are of steps with other ops
+            self.lessons.clear()
         self.capture, self.plan, self.script = force.capture, force.plan, force.script
         self.placement, self.outfit = force.placement, force.outfit
         self.made, self.bold = force.made, force.bold

@@ -117,10 +117,10 @@ class Runner:
             return
         self._hooks.keep_innermost()
         try:
-            with self._saving() if self._outside.rows is not None else _NOTHING:
+            # What a block was interrupted in is left first: `_leave` may not have been called.
+            with self._saving() if self._outside.rows is not None else _NOTHING, self._watch:
                 yield
         finally:
-            self._watch.close()
             self.recorder = None
             self._region = self._outside
 

@@ -161,12 +161,8 @@ class Simulator:
         play.run()
         return play.busy_s
 
-    def host_s(self, actions: Sequence[Action]) -> float:
-        """Time the host is busy under these actions; 0 where it is not a matter."""
-        return self.host.total_s(Play(self, actions).host_work()) if self.step.host_s else 0.0
-
     def host_added_s(self, actions: Sequence[Action]) -> float:
-        """Time of it that these actions add."""
+        """Time that these actions add to what the host is busy for."""
         return sum(seconds for _, seconds in Play(self, actions).host_work())
 
     def host_seen_s(self, actions: Sequence[Action], all_s: float, forward_s: float) -> float:

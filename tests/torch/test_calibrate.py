@@ -13,7 +13,7 @@ from legroom.memory.script import Script
 from legroom.memory.simulate import Simulator
 from legroom.memory.variants import with_variants
 from tests.torch.nets import Mlp, rows, stack
-from tests.torch.support import Rig, by_hand, full, swap
+from tests.torch.support import Rig, by_hand, full, selective, swap
 
 MACHINE = find_machine("h200")
 
@@ -115,8 +115,8 @@ def test_a_host_that_had_time_to_spare_tells_how_long_it_takes() -> None:
     measure(kind, *[predicted] * 3, host_s=0.3 * predicted)
     learn(kind, MACHINE)
     assert total_s(kind) == pytest.approx(before)
-    host_s = Simulator(kind.capture.step, MACHINE).host_s(kind.plan.actions)
-    assert host_s == pytest.approx(0.3 * predicted)
+    added_s = Simulator(kind.capture.step, MACHINE).host_added_s(kind.plan.actions)
+    assert kind.capture.step.host_s + added_s == pytest.approx(0.3 * predicted)
 
 
 def test_a_host_that_waited_for_the_device_was_not_busy() -> None:
@@ -272,6 +272,9 @@ def test_the_fastest_warm_step_is_what_others_are_measured_by() -> None:
     assert kind.reference == (2.0, 0.5, 0.2)
     kind.refer((1.5, 9.0, 9.0), pressed=True)
     assert kind.reference == (2.0, 0.5, 0.2)
+    kind.visits = 2
+    kind.refer((9.0, 0.5, 0.2), pressed=True)
+    assert kind.reference is None, "there was only the first"
 
 
 def test_replays_are_not_the_steps_own_host_time() -> None:
@@ -282,6 +285,37 @@ def test_replays_are_not_the_steps_own_host_time() -> None:
     assert to_scale(kind, kind.capture, MACHINE).step.host_s == pytest.approx(
         9 * variant.host_s, rel=0.01
     )
+
+
+@pytest.mark.parametrize("factor", [0.05, 0.5, 3.0, 20.0])
+def test_recordings_are_brought_to_scale_however_far_off(factor: float) -> None:
+    """A step may wait for its data, and a recorder may slow short ops down many times."""
+    kind = kind_of(full)
+    warm_s = factor * kind.plan.predicted.step_s
+    kind.reference = (warm_s, 0.0, 0.0)
+    step = to_scale(kind, kind.capture, MACHINE).step
+    assert Simulator(step, MACHINE).time(kind.plan.actions) == pytest.approx(warm_s, rel=0.02)
+
+
+def test_ops_and_host_do_not_take_turns_at_being_too_slow() -> None:
+    """Where both take about as long as the step, and it was faster than thought."""
+    kind = kind_of(selective, host_s=0.06)
+    kind.plan = by_hand(kind.capture.step, kind.plan.actions)
+    measured = 0.7 * kind.plan.predicted.step_s
+    measure(kind, *[measured] * 3, host_s=0.95 * measured)
+    machine = learn(kind, MACHINE)
+    found_s = Simulator(kind.capture.step, machine).time(kind.plan.actions)
+    assert found_s == pytest.approx(measured, rel=0.02)
+
+
+def test_lessons_of_other_builds_are_forgotten_with_them() -> None:
+    """Their plans are for steps with other ops."""
+    kind = kind_of(full)
+    force = kind.force
+    kind.wear(Made(kind.capture, Outfit({"0": 1.0})))
+    kind.lessons.append((kind.plan.actions, 1.0))
+    kind.put_back(force)
+    assert not kind.lessons
 
 
 def test_a_warm_step_with_moves_tells_of_the_host_alone() -> None:
@@ -344,7 +378,8 @@ def test_a_slower_host_takes_longer_for_all_it_does() -> None:
     kind = kind_of(full, host_s=1e-3)
     step, actions = kind.capture.step, kind.plan.actions
     usual, slow = Simulator(step, MACHINE), Simulator(step, MACHINE, host_pace=3.0)
-    assert slow.host_s(actions) == pytest.approx(3 * usual.host_s(actions))
+    assert slow.host_added_s(actions) == pytest.approx(3 * usual.host_added_s(actions))
+    assert slow.host.step_s == pytest.approx(3 * usual.host.step_s)
     assert slow.run(actions).recompute_s == usual.run(actions).recompute_s
     assert slow.shape(actions).peak == usual.shape(actions).peak
 

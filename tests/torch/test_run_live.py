@@ -660,3 +660,50 @@ def test_plans_settle_within_ten_steps(factor: float, monkeypatch: pytest.Monkey
             if job.current.recorded:
                 planned.append(job.current.still)
     assert planned.index(True) <= 10, planned
+
+
+@pytest.mark.parametrize("warm", [2, 3])
+def test_steps_are_timed_warm_before_one_is_recorded(
+    warm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the device needs to come up to speed."""
+    monkeypatch.setattr(CpuMeter, "warm", warm)
+    model = stack(Mlp)
+    with fitted(model, "test_full") as job:
+        for i in range(warm + 2):
+            with job.step():
+                total(model, rows()).backward()
+                model.zero_grad()
+            assert job.current.recorded == (i >= warm)
+            assert job.current.reference is not None
+
+
+def test_a_step_recorded_anew_is_measured_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by what it took before it changed."""
+    model, seconds = stack(Often), [1.0]
+    monkeypatch.setattr(CpuMeter, "last", lambda meter: Reading(lambda: seconds[0], {}))
+    with fitted(model, "test_full") as job:
+        for i in range(7):
+            if i == 5:
+                seconds[0] = 5.0
+                for block in model:
+                    block.times = 2
+            with job.step():
+                total(model, rows()).backward()
+                model.zero_grad()
+            if i == 4:
+                assert job.current.recorded and job.current.reference[0] == 1.0
+        assert not job.current.recorded and job.current.reference[0] == 5.0
+
+
+class Often(nn.Module):
+    """Does what it does once, or more often if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(WIDTH, WIDTH), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + self.layer(x).sin()
+        return x

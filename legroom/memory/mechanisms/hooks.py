@@ -80,11 +80,15 @@ _innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: No
 
 
 def lift(pack: Any, unpack: Any, until: ExitStack) -> None:
-    """Take hooks for saved tensors off until a stack is closed, unless others lie inside of them.
+    """Take hooks for saved tensors off until a stack is closed, if there are no others.
 
     Autograd then saves what it saves by itself, without a call into Python for each.
     """
-    found = _innermost(False)
-    if found is not None and found[0] == pack:
-        _autograd._pop_saved_tensors_default_hooks()
+    found = None if torch.compiler.is_compiling() else _innermost(False)
+    if found is None or found[0] != pack:
+        return
+    _autograd._pop_saved_tensors_default_hooks()
+    if _innermost(False) is None:
         until.callback(_autograd._push_saved_tensors_default_hooks, pack, unpack)
+    else:  # of the user's, around the step
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
