@@ -3,8 +3,9 @@
 The peak of a plan counts bytes; an allocator also loses some to gaps too small for what comes
 next. This plays the device's own rule: the smallest gap that fits, lowest address first,
 neighbours merged when freed. Several stretches instead of one often lose less: small tensors fill
-the smaller ones and leave the largest whole for large tensors. Blocks that are there before the
-step lie elsewhere and leave no gaps.
+the smaller ones and leave the largest whole for large tensors. Where none of some ways to split the
+room will do, the best of them is changed bit by bit for as long as it lacks less. Blocks that are
+there before the step lie elsewhere and leave no gaps.
 """
 
 import itertools
@@ -29,6 +30,8 @@ NUM_SPLITS = 24
 """Ways to split the room that are tried."""
 NUM_DRAWS = 200
 """Ways drawn by lot, where some tensors are large."""
+EFFORT = 500_000
+"""What may come and go while the best of them is changed."""
 MAX_STRETCHES = 16
 WALL = 2 << 20
 """Device bytes kept between two stretches, so that they are not merged."""
@@ -63,7 +66,7 @@ def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placem
     return arrange(_events(list(stays(simulator, actions))), room, WALL)
 
 
-def arrange(events: Sequence[Event], room: int, wall: int = 0) -> Placement:
+def arrange(events: Sequence[Event], room: int, wall: int = 0, effort: int = EFFORT) -> Placement:
     """The best of some splits of a room for what comes and goes in it, with walls around parts."""
     large = [event for event in events if event[2] > SMALL_BYTES]
     room = (room - _most(e for e in events if e[2] <= SMALL_BYTES)) // ROUND_BYTES * ROUND_BYTES
@@ -77,8 +80,50 @@ def arrange(events: Sequence[Event], room: int, wall: int = 0) -> Placement:
         if missing < best.missing_bytes:
             best = Placement(stretches, missing)
         if not missing:
+            return best
+    return _improved(large, best.stretches, wall, effort // len(large))
+
+
+def _improved(
+    large: Sequence[Event], stretches: tuple[int, ...], wall: int, num_moves: int
+) -> Placement:
+    """Stretches changed at random, as long as no change makes them lack more."""
+    draw, sizes = random.Random(0), sorted({_rounded(size) for is_start, _, size in large})
+    found = _played(large, stretches)
+    for _ in range(num_moves):
+        if not found.grown:
             break
-    return best
+        moved = _moved(stretches, found, sizes, wall, draw)
+        again = _played(large, moved, found.grown + 1) if moved else found
+        if moved and again.grown <= found.grown:
+            stretches, found = moved, again
+    return Placement(stretches, found.grown)
+
+
+def _moved(
+    stretches: Sequence[int], found: "Arena", sizes: Sequence[int], wall: int, draw: random.Random
+) -> tuple[int, ...]:
+    """The same room in other stretches: one of four ways by lot; none where that cannot be."""
+    parts, way = list(stretches), draw.randrange(4)
+    one, two = draw.randrange(len(parts)), draw.randrange(len(parts))
+    some = draw.choice(sizes) if draw.random() < 0.5 else int(parts[one] * draw.random() ** 2)
+    some = some // ROUND_BYTES * ROUND_BYTES
+    if way == 0:  # as large as they would have had to be, and another one smaller
+        parts = list(found.stretches)
+        parts[one] -= found.grown
+    elif way == 1:  # cut in two
+        parts[one] -= some + wall
+        parts.append(some)
+    elif one == two:
+        return ()
+    elif way == 2:  # joined
+        parts[one] += parts[two] + wall
+        del parts[two]
+    else:  # moved from one to the other
+        parts[one] -= some
+        parts[two] += some
+    fine = min(parts) > 0 and len(parts) <= MAX_STRETCHES + 1
+    return tuple(sorted(parts)) if fine else ()
 
 
 def suits(events: Sequence[Event], stretches: Sequence[int]) -> bool:
@@ -95,7 +140,7 @@ def _splits(room: int, large: Sequence[Event], wall: int) -> Iterator[tuple[int,
             yield tuple(sorted((*parts[:-1], last)))
     # Places just for the largest, and the rest for the others: those find it first, being smaller.
     tensor = max((size for _, _, size in large), default=0)
-    place = -(-tensor // ROUND_BYTES) * ROUND_BYTES
+    place = _rounded(tensor)
     if place < room // 20:
         return
     count = _most((is_start, n, 1) for is_start, n, size in large if size == tensor)
@@ -127,16 +172,25 @@ def _most(events: Iterable[Event]) -> int:
 
 def _missing(events: Sequence[Event], stretches: Sequence[int], enough: int = 1 << 62) -> int:
     """By how much the room is too small, or `enough` where it is by that much or more."""
+    return min(_played(events, stretches, enough).grown, enough)
+
+
+def _played(events: Sequence[Event], stretches: Sequence[int], enough: int = 1 << 62) -> "Arena":
+    """Stretches after all that comes and goes, or as soon as they have grown by so much."""
     arena = Arena(stretches)
     live: dict[int, tuple[int, int]] = {}
     for is_start, number, size in events:
         if is_start:
             live[number] = arena.take(size)
-            if arena.top - arena.room >= enough:
-                return enough
+            if arena.grown >= enough:
+                break
         else:
             arena.give(*live.pop(number))
-    return arena.top - arena.room
+    return arena
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
 def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
@@ -202,26 +256,36 @@ def _events(spans: Sequence[Stay]) -> list[Event]:
     return [e[1:] for e in sorted(events)]
 
 
+APART = 1 << 50
+"""Addresses from one stretch to the next: none grows into another."""
+
+
 class Arena:
-    """Stretches of addresses, with more at the end; hands out the smallest gap that fits."""
+    """Stretches of addresses; hands out the smallest gap that fits.
+
+    Where none does, the stretch with most room at its end grows by what is lacking.
+    """
 
     def __init__(self, stretches: Sequence[int]) -> None:
         self._gaps: list[tuple[int, int]] = []
         """(size, address), sorted."""
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
-        self._walls: set[int] = set()
-        self.room = 0
-        for size in stretches:
-            self._remember(size, self.room)
-            self.room += size
-            self._walls.add(self.room)
-        self.top = self._end = self.room
-        """The highest address used so far, the room itself counted as used."""
+        self._tops = [i * APART + size for i, size in enumerate(stretches)]
+        """Where each ends."""
+        for i, size in enumerate(stretches):
+            self._remember(size, i * APART)
+        self.grown = 0
+        """By how much all of them together."""
+
+    @property
+    def stretches(self) -> tuple[int, ...]:
+        """Their sizes by now."""
+        return tuple(top - i * APART for i, top in enumerate(self._tops))
 
     def take(self, size: int) -> tuple[int, int]:
         """A block of this size: (address, size)."""
-        size = (size + ROUND_BYTES - 1) // ROUND_BYTES * ROUND_BYTES
+        size = _rounded(size)
         i = bisect_left(self._gaps, (size, 0))
         if i < len(self._gaps):
             gap, address = self._gaps[i]
@@ -229,25 +293,26 @@ class Arena:
             if gap > size:
                 self._remember(gap - size, address + size)
             return address, size
-        address, self._end = self._end, self._end + size
-        self.top = max(self.top, self._end)
+        spare, which = max((self._ends.get(top, 0), i) for i, top in enumerate(self._tops))
+        address = self._tops[which] - spare
+        if spare:
+            self._forget(spare, address)
+        self._tops[which] = address + size
+        self.grown += size - spare
         return address, size
 
     def give(self, address: int, size: int) -> None:
         """Free a block, and merge it with the gaps beside it."""
         end = address + size
-        if end in self._starts and end not in self._walls:
+        if end in self._starts:
             gap = self._starts[end]
             self._forget(gap, end)
             end += gap
-        if address in self._ends and address not in self._walls:
+        if address in self._ends:
             gap = self._ends[address]
             self._forget(gap, address - gap)
             address -= gap
-        if end == self._end and address >= self.room:
-            self._end = address
-        else:
-            self._remember(end - address, address)
+        self._remember(end - address, address)
 
     def _remember(self, size: int, address: int) -> None:
         insort(self._gaps, (size, address))

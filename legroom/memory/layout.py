@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from legroom.memory.arena import ROUND_BYTES, WALL, WHOLE, Event, Placement, arrange, suits
+from legroom.memory.arena import (
+    EFFORT,
+    ROUND_BYTES,
+    WALL,
+    WHOLE,
+    Event,
+    Placement,
+    arrange,
+    suits,
+)
 from legroom.memory.history import recorded
 
 MOST_TIMES = 4
@@ -103,7 +112,7 @@ class Layout:
         """What the last step that was watched left of its layout; 0 if that was told before."""
         asked, self._latest = self._latest, []
         for share in SPARE if asked else ():
-            if not arrange(asked, int(self._mapped * (1 - share)), WALL).missing_bytes:
+            if not arrange(asked, int(self._mapped * (1 - share)), WALL, 0).missing_bytes:
                 return int(self._mapped * share)
         return 0
 
@@ -139,7 +148,8 @@ class Layout:
         if suits(asked, placement.stretches):
             return placement
         for share in SHORT:
-            real = arrange(asked, int(self._mapped * (1 + share)), WALL)
+            effort = 0 if share else EFFORT
+            real = arrange(asked, int(self._mapped * (1 + share)), WALL, effort)
             if not real.missing_bytes:
                 break
         if not share:

@@ -228,7 +228,9 @@ def make_placed_plan(
         for share in SHARES:
             found.append(placed(share, quick=True))
             tried.append(share)
-            if not found[-1].missing_bytes and not found[-1].in_wide:
+            least = min(one.seconds for one in found)
+            placed_well = not found[-1].missing_bytes and not found[-1].in_wide
+            if placed_well and found[-1].seconds <= DEAR * least:
                 break
     until = time.monotonic() + LEISURE_S
     for share in (*tried[-1:], *tried[:-1]):  # at leisure; that may find room in a larger one, too

@@ -7,7 +7,7 @@ import pytest
 from legroom.machine.spec import find_machine
 from legroom.memory import arena
 from legroom.memory.actions import Move, Recompute
-from legroom.memory.arena import ROUND_BYTES, Arena, arrange, place, stays
+from legroom.memory.arena import APART, ROUND_BYTES, Arena, arrange, place, stays
 from legroom.memory.handmade import chain
 from legroom.memory.plan import find_variant, replay_position
 from legroom.memory.simulate import Simulator
@@ -53,9 +53,12 @@ def test_gaps_cost_room(monkeypatch: pytest.MonkeyPatch) -> None:
     # The 10 lies above the 40, and the 60 fits on neither side of it in a room of 70.
     assert Simulator(step, MACHINE).shape([]).peak == 70 * MIB
     assert missing(step, 110) == 0
+    events = arena._events(list(stays(Simulator(step, MACHINE), [])))
+    assert arena._missing(events, (70 * MIB,)) == 40 * MIB  # 20 of 60 find room behind the 10
     with monkeypatch.context() as patch:
         patch.setattr(arena, "NUM_DRAWS", 0)
-        assert missing(step, 70) > 0
+        assert arrange(events, 70 * MIB, effort=0).missing_bytes > 0
+        assert arrange(events, 70 * MIB).missing_bytes == 0
     # A place just for the 60 keeps the 10 out of its way.
     assert place(Simulator(step, MACHINE), [], 70 * MIB).stretches == (10 * MIB, 60 * MIB)
 
@@ -96,7 +99,7 @@ def test_a_fetch_takes_its_room_before_a_replay_at_the_same_place() -> None:
 
 
 def test_an_arena_gives_out_no_byte_twice() -> None:
-    """Live blocks never overlap nor cross a wall, and all comes together again when freed."""
+    """Live blocks never overlap nor leave a stretch, and all comes together again when freed."""
     rng = random.Random(5)
     stretches = (3000 * ROUND_BYTES, 1000 * ROUND_BYTES, 5000 * ROUND_BYTES)
     arena, live = Arena(stretches), []
@@ -107,12 +110,32 @@ def test_an_arena_gives_out_no_byte_twice() -> None:
             live.append(arena.take(rng.randint(1, 400 * ROUND_BYTES)))
         ordered = sorted(live)
         assert all(a + n <= b for (a, n), (b, _) in zip(ordered, ordered[1:], strict=False))
-        for wall in (stretches[0], stretches[0] + stretches[1], sum(stretches)):
-            assert not any(a < wall < a + n for a, n in live)
+        assert all(a % APART + n <= arena.stretches[a // APART] for a, n in live)
+    assert arena.grown == sum(arena.stretches) - sum(stretches) > 0
     for block in live:
         arena.give(*block)
-    whole = [arena.take(n)[0] for n in sorted(stretches)]
-    assert whole == [stretches[0], 0, stretches[0] + stretches[1]]
+    grown, before = arena.stretches, arena.grown
+    whole = [arena.take(n)[0] for n in sorted(grown)]
+    assert whole == [grown.index(n) * APART for n in sorted(grown)] and arena.grown == before
+
+
+def test_stretches_are_changed_until_less_is_lacking() -> None:
+    """Often until all finds room; and what does is played again, block by block."""
+    better = fits = 0
+    for seed in range(8):
+        draw, events, live = random.Random(seed), [], []
+        for number in range(400):
+            while live and sum(size for _, size in live) > 600 * MIB:
+                events.append((False, *live.pop(draw.randrange(len(live)))))
+            live.append((number, draw.choice([3, 10, 25, 25, 60, 110]) * MIB))
+            events.append((True, *live[-1]))
+        first, then = (arrange(events, 900 * MIB, 2 * MIB, effort) for effort in (0, 400_000))
+        assert first.missing_bytes >= then.missing_bytes
+        assert sum(then.stretches) + 2 * MIB * (len(then.stretches) + 1) <= 900 * MIB
+        assert arena.suits(events, then.stretches) == (then.missing_bytes == 0)
+        better += first.missing_bytes > then.missing_bytes
+        fits += first.missing_bytes > 0 == then.missing_bytes
+    assert better >= 3 and fits >= 1, (better, fits)
 
 
 @pytest.mark.parametrize("seed", range(8))

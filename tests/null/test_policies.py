@@ -462,6 +462,32 @@ def test_a_plan_that_nearly_finds_room_is_made_for_a_little_less(
     assert 0.985 * limits["device"] <= plan.budget["device"] <= most[-1]
 
 
+def test_a_slow_plan_that_finds_room_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for less may find room as well, and be about as fast as those that find none."""
+    step = chain(200, 512, output_bytes=16)
+    limits, time, made = budget(step, 0.5), Simulator.time, []
+    limit = limits["device"]
+
+    def make(step: Step, machine: Machine, given: dict[str, int], **how: Any) -> Plan:
+        made.clear()
+        plan = make_plan(step, machine, given, **how)
+        made.append(given["device"] / limit)
+        return plan
+
+    def place(simulator: Simulator, actions: Sequence[Action], room: int) -> Placement:
+        return Placement((room,), int(limit * 0.05) if made[0] > 0.99 else 0)
+
+    def seconds(simulator: Simulator, actions: Sequence[Action]) -> float:
+        slow = 2.0 if made and 0.96 < made[0] < 0.99 else 1.0
+        return slow * time(simulator, actions)
+
+    monkeypatch.setattr("legroom.memory.planner.make_plan", make)
+    monkeypatch.setattr("legroom.memory.planner.place", place)
+    monkeypatch.setattr(Simulator, "time", seconds)
+    plan, placed = make_placed_plan(step, machine(), limits, "auto")
+    assert not placed.missing_bytes and 0.9 < plan.budget["device"] / limit < 0.96
+
+
 def test_plans_are_made_for_less_until_large_tensors_find_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
