@@ -80,8 +80,9 @@ FAR = 0.7
 """A peak below this share of the budget leaves the allocator room in plenty."""
 LEISURE_S = 3.0
 """Time for plans at leisure, one of which is made in any case."""
-NEAR = 0.01
-"""A plan that lacks less than this share of the budget is made once more, for that much less."""
+NEAR, HOPE = 0.01, 0.03
+"""A plan that lacks less than this share of the budget is made once more, for that much less; a
+quick one that lacks less than the second, at leisure."""
 DEAR = 1.1
 """Where no plan finds room for all, one that lacks less may take so many times as long."""
 WIDE = 1.01
@@ -233,7 +234,9 @@ def make_placed_plan(
             if placed_well and found[-1].seconds <= DEAR * least:
                 break
     until = time.monotonic() + LEISURE_S
-    for share in (*tried[-1:], *tried[:-1]):  # at leisure; that may find room in a larger one, too
+    near = [s for s, one in zip(tried, found, strict=True) if one.missing_bytes < HOPE * limit]
+    others = [share for share in near if share != tried[-1]]
+    for share in (*tried[-1:], *others):  # at leisure; they may find room in a larger one, too
         if share != tried[-1] and time.monotonic() > until:
             break
         with contextlib.suppress(BudgetError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
+from scipy.sparse import csr_matrix
 
 from legroom.core.quiet import silenced
 from legroom.memory.host import MOVE_S, WATCH_S
@@ -37,15 +37,25 @@ class Answer:
 class _Rows:
     """Constraints being collected: sum of coefficient * variable <= bound."""
 
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    ends: list[int] = field(default_factory=lambda: [0])
+    """Where each row ends in the two above, after the beginning of the first."""
     bounds: list[float] = field(default_factory=list)
 
-    def add(self, terms: "dict[int, float]", bound: float) -> int:
-        """One more row; returns its number."""
-        row = len(self.bounds)
-        self.entries += [(row, column, value) for column, value in terms.items() if value]
+    def add(self, terms: "dict[int, float]", bound: float) -> None:
+        """One more row."""
+        self.columns.extend(terms)
+        self.values.extend(terms.values())
+        self.ends.append(len(self.columns))
         self.bounds.append(bound)
-        return row
+
+    def matrix(self, num_columns: int) -> csr_matrix:
+        """All of them, without zeros."""
+        shape = (len(self.bounds), num_columns)
+        found = csr_matrix((self.values, self.columns, self.ends), shape=shape, dtype=np.float64)
+        found.eliminate_zeros()
+        return found
 
 
 class Program:
@@ -182,22 +192,20 @@ class Program:
                 terms[self.flying[tier, q - 1]] = 1.0 / self.scale
         return terms
 
-    def _memory_rows(self, rows: _Rows, limit: int) -> list[int]:
-        made = []
+    def _memory_rows(self, rows: _Rows, limit: int, more: dict[int, float]) -> None:
         for position, extra in self.spots.items():
             bound = limit - extra - int(self.during[position])
-            made.append(rows.add(self._less(position), bound * self.scale))
+            rows.add(self._less(position) | more, bound * self.scale)
         for b, places in self.replay_at.items():
             position = next(iter(places.values()))
-            terms = dict(self._less(position))
+            terms = self._less(position) | more
             for v in places:
                 variant = self.step.blocks[b].variants[v]
                 extra = variant.replay_peak_bytes - variant.dropped_bytes
                 terms[self.variants[b, v]] = extra * self.scale
             before = self.during[position] - self.sim.births[position] - self.sim.scratch[position]
             bound = limit - self.replay_extra.get(b, 0) - int(before)
-            made.append(rows.add(terms, bound * self.scale))
-        return made
+            rows.add(terms, bound * self.scale)
 
     def _choice_rows(self, rows: _Rows) -> None:
         for b in self.replay_at:
@@ -277,7 +285,7 @@ class Program:
         `share` of the links' rate is counted on; if not `whole`, variants may be divided at first.
         """
         rows = _Rows()
-        self._memory_rows(rows, self.problem.limit)
+        self._memory_rows(rows, self.problem.limit, {})
         self._choice_rows(rows)
         self._link_rows(rows, share)
         self._host_rows(rows)
@@ -285,12 +293,10 @@ class Program:
 
     def smallest(self) -> list[Answer]:
         """The choice with the smallest peak, whatever it costs."""
-        rows = _Rows()
-        memory = self._memory_rows(rows, 0)
+        rows, peak = _Rows(), len(self.cost)
+        self._memory_rows(rows, 0, {peak: -1.0})
         self._choice_rows(rows)
         self._link_rows(rows, 1.0)
-        peak = len(self.cost)
-        rows.entries += [(row, peak, -1.0) for row in memory]
         cost = np.append(np.array(self.cost) * 1e-6, 1.0)
         answer = self._run(rows, cost, peak + 1)
         return [answer] if answer is not None else []
@@ -302,9 +308,7 @@ class Program:
         count: int,
         whole: bool = True,
     ) -> Answer | None:
-        at, columns, values = zip(*rows.entries, strict=True) if rows.entries else ((), (), ())
-        matrix = coo_matrix((values, (at, columns)), shape=(len(rows.bounds), count)).tocsr()
-        extra = count - len(self.cost)
+        matrix, extra = rows.matrix(count), count - len(self.cost)
         with silenced(1):  # HiGHS prints a stray line now and then
             found = milp(
                 cost,
