@@ -76,7 +76,7 @@ def _hang(module: nn.Module, before: Any, after: Any) -> tuple[RemovableHandle, 
 
 
 _autograd: Any = torch._C._autograd
-_innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+_innermost = _autograd._top_saved_tensors_default_hooks
 
 
 def lift(pack: Any, unpack: Any, until: ExitStack) -> None:
