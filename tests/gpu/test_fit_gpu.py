@@ -62,11 +62,13 @@ def test_the_budget_holds_and_the_peak_is_as_predicted(name: str) -> None:
     example, optimizer, budget = budget_for(name, 0.5)
     torch.cuda.empty_cache()
     with legroom.fit(example.model, optimizer, budget=budget) as job:
-        for seed in range(10):
+        seed = 0
+        while seed < 10 or job.comparison().measured is None:  # it may just have been made anew
             with job.step():
                 example.loss_fn(example.model, example.make_batch(seed)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            seed += 1
         both = job.comparison()
         assert both.measured.peak_bytes["reserved"] <= budget
         assert abs(both.peak_error) < 0.03, (both.predicted.peak_bytes, both.measured.peak_bytes)

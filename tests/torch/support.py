@@ -317,6 +317,15 @@ def fitted(model: nn.Module, policy: str, **given: Any) -> Iterator[Job]:
         yield job
 
 
+def until_measured(job: Job, step: Callable[[], object]) -> Any:
+    """The comparison; after more steps, where the plan was made anew in the last one."""
+    for _ in range(20):
+        if job.comparison().measured is not None:
+            break
+        step()
+    return job.comparison()
+
+
 def live_check(
     model: nn.Module, policy: str, closure: Closure, *, num_steps: int = 4, **given: Any
 ) -> None:

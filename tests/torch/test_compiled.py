@@ -34,7 +34,16 @@ from legroom.memory.trial import (
     worth_having,
 )
 from tests.torch.nets import Attention, ConvNorm, Mlp, Thirds, rows, stack
-from tests.torch.support import CPU, GIB, MACHINE, Start, assert_same, fitted, result_of
+from tests.torch.support import (
+    CPU,
+    GIB,
+    MACHINE,
+    Start,
+    assert_same,
+    fitted,
+    result_of,
+    until_measured,
+)
 
 SHARES = (1.0, 0.5, 0.0)
 
@@ -250,7 +259,7 @@ def test_the_peak_of_a_job_with_compiled_blocks_is_foreseen(block: type[nn.Modul
         budget = {"device": int(natural * share), "disk": GIB, "host": GIB}
         with fitted(model, "auto", compile="blocks", budget=budget) as job:
             steps(job, 5, start, x)
-            outcome = job.comparison()
+            outcome = until_measured(job, lambda: steps(job, 1, start, x))
             assert job.current.outfit.shares and not job.runner.deviation  # type: ignore[union-attr]
             assert "6 blocks compiled (" in job.current.plan.why  # type: ignore[union-attr]
             assert outcome.measured is not None

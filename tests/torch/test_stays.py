@@ -13,7 +13,7 @@ from legroom.core.errors import BudgetError
 from legroom.memory.arena import _events, stays
 from legroom.memory.simulate import Simulator
 from tests.torch.nets import Attention, Chosen, Gated, Mlp, rows, stack, texts
-from tests.torch.support import GIB, fitted
+from tests.torch.support import GIB, fitted, until_measured
 
 LEAST = 6 << 10
 """Smaller blocks come from libraries, too."""
@@ -121,11 +121,15 @@ def peak_of(budget: int, policy: str = "auto", body: Any = holding) -> tuple[int
     model, batch = States(), rows(count=COUNT)
     with fitted(model, policy, budget={"device": budget, "host": GIB}) as job:
         job.meter.peaks = True  # type: ignore[attr-defined]
-        for _ in range(7):
+
+        def step() -> None:
             with job.step():
                 body(model, batch)
             model.zero_grad()
-        both = job.comparison()
+
+        for _ in range(7):
+            step()
+        both = until_measured(job, step)
         assert not job.runner.deviation
     return both.predicted.device_bytes, both.measured.device_bytes
 

@@ -19,7 +19,15 @@ from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Phase, Step
 from legroom.memory.whole import LEAST, MOST, first_share, is_worth, next_share, with_whole
 from tests.torch.nets import Mlp
-from tests.torch.support import GIB, MACHINE, Start, assert_same, fitted, result_of
+from tests.torch.support import (
+    GIB,
+    MACHINE,
+    Start,
+    assert_same,
+    fitted,
+    result_of,
+    until_measured,
+)
 
 BUILD = Build("keep 50%", 2.0, 3.0, 100, 200, (4096, 8192), ("float32",) * 2, (
     Save(OWN, 0, 4096), Save(OWN, 1, 8192),
@@ -193,11 +201,15 @@ def test_its_peak_is_as_foreseen() -> None:
     model, x = Glued(), torch.randn(512, 64)
     with fitted(model, "auto", compile="blocks", budget={"device": GIB, "host": GIB}) as job:
         job.meter.peaks = True  # type: ignore[attr-defined]
-        for _ in range(7):
+
+        def step() -> None:
             with job.step():
                 loss_of(model, x).backward()
             model.zero_grad()
-        both, kind = job.comparison(), job.current
+
+        for _ in range(7):
+            step()
+        both, kind = until_measured(job, step), job.current
         assert kind is not None and set(kind.outfit.shares) == {""} and not job.runner.deviation
         assert both.measured.device_bytes == pytest.approx(both.predicted.device_bytes, rel=0.01)
 
