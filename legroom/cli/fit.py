@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from legroom.api import Job
     from legroom.memory.kinds import Kind
 
-NUM_STEPS = 10
+NUM_STEPS = 14
+"""Enough for plans to settle, and to measure the last."""
 
 
 @verb

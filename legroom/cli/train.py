@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from legroom.memory.device import Meter
 
 VISITS = ("planning from fake tensors", "warming up", "recording", "measuring")
-"""What a job does in its first three steps, and all later ones."""
+"""What a job does in its first step, in the others before one is recorded, in that, and later."""
 
 
 class Training(NamedTuple):
@@ -42,12 +42,17 @@ def train(training: Training, job: "Job", num_steps: int, advance: Advance) -> l
     losses = []
     for i in range(num_steps):
         batch = training.example.make_batch(seed=i)
-        advance(VISITS[min(i, 3)], 0.0)
+        advance(_visit(i, job), 0.0)
         ask_for_peaks(job.meter, i == num_steps - 1)
         with job.step():
             losses.append(training.step(batch))
-        advance(VISITS[min(i + 1, 2)])
+        advance(_visit(i + 1, job))
     return losses
+
+
+def _visit(i: int, job: "Job") -> str:
+    warm = job.meter.warm
+    return VISITS[min(i, 1) if i < warm else 2 + (i > warm)]
 
 
 def train_plain(training: Training, num_steps: int, static_bytes: int, advance: Advance) -> Outcome:
