@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from legroom.machine.spec import Machine
 from legroom.memory.mechanisms.tape import OpForm
 from legroom.memory.raw import RawCall, RawOp, RawStorage
-from legroom.memory.recorder import Recorder
+from legroom.memory.recorder import LEFTOVER, Recorder
 from legroom.memory.roofline import op_time
 from legroom.memory.trace import Block, Kind, Op, Phase, Root, Saved, Step, Storage
 
@@ -23,6 +24,7 @@ def assemble_step(
 ) -> Step:
     """The trace of a recorded step, with these calls as its blocks (variants not yet made)."""
     end = len(recorder.ops)
+    _forget_bystanders(recorder)
     _accumulate_in_place(recorder)
     saved, block_of_row = _saved_rows(recorder, calls)
     held: dict[int, int] = {}
@@ -102,6 +104,15 @@ def _accumulate_in_place(recorder: Recorder) -> None:
             op.writes.append(waiting)
             new.num_bytes, new.role = 0, ""
             sums[made] = waiting
+
+
+def _forget_bystanders(recorder: Recorder) -> None:
+    """What lay there before the step, stayed, and was touched by no op is no matter of the step."""
+    touched = {s for op in recorder.ops for s in (*op.reads, *op.writes)}
+    touched.update(row.storage for row in recorder.saved)
+    for i, row in enumerate(recorder.storages):
+        if row.name == LEFTOVER and row.lives and not row.role and i not in touched:
+            row.num_bytes = 0
 
 
 def _saved_rows(
@@ -233,6 +244,10 @@ def _barred(
     inner = (c for c in recorder.calls if call.first_op <= c.first_op and c.last_op <= call.last_op)
     if any(c.strays for c in inner if c.path.startswith(call.path)):
         return "its forward sets buffers anew or draws from Python's or numpy's generator"
+    if call.wrapped:
+        return "it is called in a transform of torch.func"
+    if any(isinstance(m, torch.jit.ScriptModule) for m in call.module.modules()):
+        return "a part of it is scripted"
     touched = given.union(*(op.reads for op in ops))
     for op in ops:
         if op.phase == Phase.BACKWARD:
@@ -276,12 +291,18 @@ def set_releases(recorder: Recorder, like: Step | None) -> None:
     """Where storages that autograd kept, or a plan sent away, would be free without either.
 
     That is where the step's own tensors on them were gone. Where copies of them were done is told
-    by the fake trace, if there is one.
+    by the fake trace, if there is one. What came into a block may have been held for its replay.
     """
-    for sid in {row.storage for row in recorder.saved}:
+    saved = {row.storage for row in recorder.saved}
+    for sid in saved:
         raw = recorder.storages[sid]
         if raw.birth >= 0:
             raw.release = None if raw.handles else raw.let_go
+    touched = {s: i for i, op in enumerate(recorder.ops) for s in (*op.reads, *op.writes)}
+    for sid in {s for call in recorder.calls for s in call.inputs} - saved:
+        raw = recorder.storages[sid]
+        if raw.birth >= 0 and not raw.handles and raw.let_go is not None:
+            raw.death, raw.lives = max(raw.let_go, touched.get(sid, -1)), 0
     for mine, theirs in zip(recorder.saved, like.saved if like is not None else (), strict=False):
         assert like is not None
         row, storage = recorder.storages[mine.storage], like.storages[theirs.storage]

@@ -17,6 +17,8 @@ from legroom.memory.recorder import Recorder
 
 SHARE = 1 / 12
 """A call that holds more of the saved bytes than this is split further."""
+LEAST_KEPT = 0.5
+"""Of what a call makes and saves, parts of it have to make this share to stand in its place."""
 
 
 def find_blocks(recorder: Recorder, names: Sequence[str] | None = None) -> list[RawCall]:
@@ -27,12 +29,10 @@ def find_blocks(recorder: Recorder, names: Sequence[str] | None = None) -> list[
     calls = [c for c in recorder.calls if c.grad and c.last_op >= c.first_op]
     if names is not None:
         return _named(calls, names)
-    sizes = {id(c): _saved_bytes(recorder, c) for c in calls}
-    total = sum(sizes[id(c)] for c in calls if c.depth == 0)
-    roots = (c for c in calls if c.depth == 0)
-    chosen = [block for root in roots for block in _split(root, calls, sizes, total * SHARE)]
-    worth = [c for c in chosen if _born_inside(recorder, c) > total * SHARE / 20]
-    return sorted(worth, key=lambda c: c.first_op)
+    total = sum(_saved_bytes(recorder, c) for c in calls if c.depth == 0)
+    splitter = _Splitter(recorder, calls, total * SHARE)
+    chosen = [block for root in calls if root.depth == 0 for block in splitter.split(root)]
+    return sorted(chosen, key=lambda c: c.first_op)
 
 
 def _named(calls: list[RawCall], names: Sequence[str]) -> list[RawCall]:
@@ -58,20 +58,29 @@ def _children(call: RawCall, calls: list[RawCall]) -> list[RawCall]:
     ]
 
 
-def _split(
-    call: RawCall, calls: list[RawCall], sizes: dict[int, int], limit: float, twin: bool = False
-) -> list[RawCall]:
-    """The call itself as a block, or what its children split into; `twin`: its like repeats."""
-    children = _children(call, calls)
-    inner = Counter(type(c.module) for c in children if _children(c, calls))
-    repeats = any(count > 1 for count in inner.values())
-    large = sizes[id(call)] > limit
-    container = isinstance(call.module, nn.Sequential)
-    # The root is no block: a replay of everything at once frees nothing at the peak.
-    if call.depth == 0 or (repeats and (container or large)) or (inner and large and not twin):
-        parts = (_split(c, calls, sizes, limit, inner[type(c.module)] > 1) for c in children)
-        return [block for part in parts for block in part]
-    return [call]
+class _Splitter:
+    """Splits calls of more than so many saved bytes into smaller ones that are worth it."""
+
+    def __init__(self, recorder: Recorder, calls: list[RawCall], limit: float) -> None:
+        self.calls, self.limit = calls, limit
+        self.sizes = {id(c): _saved_bytes(recorder, c) for c in calls}
+        self.made = {id(c): _born_inside(recorder, c) for c in calls}
+
+    def split(self, call: RawCall, twin: bool = False) -> list[RawCall]:
+        """The call itself as a block, or what its children split into; `twin`: its like repeats."""
+        children = _children(call, self.calls)
+        inner = Counter(type(c.module) for c in children if _children(c, self.calls))
+        repeats = any(count > 1 for count in inner.values())
+        large = self.sizes[id(call)] > self.limit
+        container = isinstance(call.module, nn.Sequential)
+        whole = [call] if self.made[id(call)] > self.limit / 20 else []
+        # The root is no block: a replay of everything at once frees nothing at the peak.
+        root = call.depth == 0
+        if root or (repeats and (container or large)) or (inner and large and not twin):
+            parts = [b for c in children for b in self.split(c, inner[type(c.module)] > 1)]
+            kept = sum(self.made[id(part)] for part in parts)
+            return parts if root or kept >= LEAST_KEPT * self.made[id(call)] else whole
+        return whole
 
 
 def _saved_bytes(recorder: Recorder, call: RawCall) -> int:

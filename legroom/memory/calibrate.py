@@ -23,6 +23,7 @@ STALLED = 0.02
 """Unless the device waited for copies by this share of it that was not foreseen."""
 LINKS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
 """Shares of their rate at which links may turn out to be."""
+HALF = 0.5
 MAX_CONTENTION = {"cuda": 0.15, "cpu": 2.0}
 """Most that a busy link can slow the compute beside it, as a share of the time it is busy.
 
@@ -105,15 +106,18 @@ def learn(kind: Kind, machine: Machine) -> Machine:
 
 
 def _with_stalls(kind: Kind, machine: Machine) -> Machine:
-    """The machine with links as slow as the device's waits for them say; as it is without any."""
+    """The machine with links as slow as the device's waits for them say; as it is without any.
+
+    And as it is where slower links do not tell the half of it: then it was something else.
+    """
     assert kind.plan is not None and kind.capture is not None
-    slower = machine
     for share in LINKS if _stalled(kind) else ():
         slower = machine.with_links(share)
         outcome = Simulator(kind.capture.step, slower).run(kind.plan.actions)
-        if outcome.stall_s >= kind.stall_s:
-            break
-    return slower
+        told = outcome.stall_s / kind.stall_s
+        if told >= 1 or (share == LINKS[-1] and told >= HALF):
+            return slower
+    return machine
 
 
 def _fit(capture: Capture, machine: Machine, lessons: Lessons) -> tuple[Capture, Machine]:

@@ -150,7 +150,7 @@ class CpuMeter(Meter):
             start, start_ns = time.perf_counter(), time.time_ns()
             yield
             self._seconds = time.perf_counter() - start
-        self._peaks = {"step": reports_peak(reports)} if counting else {}
+        self._peaks = {"step": reports_peak(reports)} if reports else {}
         if counting:
             self._reports, self._start_ns = reports, start_ns
 

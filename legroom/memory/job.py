@@ -25,7 +25,8 @@ from legroom.memory.calibrate import as_predicted, foresee, learn, to_scale
 from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
 from legroom.memory.host import BOLD, CAUTION, GAIN
-from legroom.memory.kinds import Kind, Measurement, Outfit
+from legroom.memory.kinds import Kind, Outfit
+from legroom.memory.measure import measure
 from legroom.memory.mechanisms.hooks import Live
 from legroom.memory.mechanisms.states import StateKeeper
 from legroom.memory.online import make_evictor
@@ -47,6 +48,7 @@ from legroom.memory.relief import PRESSED, after_failure, is_over, make_room, or
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
 from legroom.memory.signature import Signer
+from legroom.memory.strays import OVER, note_step
 from legroom.memory.tiers import Tiers
 from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.trace import Step
@@ -157,6 +159,7 @@ class MemoryJob:
         timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()
         recorder = Recorder(self.model, self.device, timer)
         name_states(recorder, self.model, self.states.here())
+        recorder.name_leftovers()
         self._recording = (recorder, timer, self.meter.found() + self.states.away_bytes)
         stack.enter_context(self.states.recorded(recorder))
         stack.enter_context(naming_gradients(recorder, self.model))
@@ -273,24 +276,33 @@ class MemoryJob:
             check_real(self.model)
             room, limit = self.meter.room(self.budget["device"]), self.planning_budget()["device"]
             kind.placement = rough_placement(kind.plan, limit, room)
-        strayed = kind.recorded and (bool(self.runner.deviation) or self._refused)
-        kind.strayed = kind.strayed + 1 if strayed else 0
-        if strayed:
-            self.meter.unlearn()
-        if kind.strayed >= 2 and kind.replans < MAX_REPLANS:
-            kind.recorded, kind.strayed, kind.replans = False, 0, kind.replans + 1
-            kind.script = None if kind.outfit.changes else kind.script  # it is for other code
-            kind.outfit, kind.still, kind.reference = kind.base, False, None
-            self.signer = Signer(self.model)
         if self._recording is not None:
             self._use_recording(kind, *self._recording)
         elif not kind.recorded:
-            reading = self.meter.last()
-            kind.refer((reading.seconds(), *reading.host_s), reading.pressed)
+            self._refer(kind)
         else:
-            kind.file(self._measure(kind))
-            if kind.ripe and (kind.pressed or not kind.still):
-                self._calibrate(kind)
+            self._after_planned(kind)
+
+    def _refer(self, kind: Kind) -> None:
+        reading = self.meter.last()
+        kind.refer((reading.seconds(), *reading.host_s), reading.pressed)
+
+    def _after_planned(self, kind: Kind) -> None:
+        """File what a step took under its plan; see whether it followed it, and judge the plan."""
+        reading, limit = self.meter.last(), self.budget["device"]
+        fresh, peak = measure(kind, reading, self.runner, self.tiers.lanes, self.states)
+        kind.presses += reading.pressed
+        self._warned = self._warned or is_over(peak, limit)
+        strayed = bool(self.runner.deviation) or self._refused or peak > OVER * limit
+        if strayed:
+            self.meter.unlearn()
+        if note_step(kind, strayed, self.budget):
+            self.signer = Signer(self.model)
+            self._refer(kind)
+            return
+        kind.file(fresh)
+        if kind.ripe and (kind.pressed or not kind.still) and not kind.restless:
+            self._calibrate(kind)
 
     def _use_recording(self, kind: Kind, recorder: Recorder, timer: Any, found: int) -> None:
         self._recording = None
@@ -308,22 +320,6 @@ class MemoryJob:
         kind.take_up_recording()
         with or_first(kind, first, capped=isinstance(timer, CudaTimer)):
             self._plan(kind)
-
-    def _measure(self, kind: Kind) -> Callable[[], Measurement]:
-        """Take what there is to take of the step just enqueued; asking for it waits for its end."""
-        reading, mover, lanes = self.meter.last(), self.runner.mover, self.tiers.lanes
-        moved = {f"device->{tier}": n for tier, n in mover.out_bytes.items()}
-        moved |= {f"{tier}->device": n for tier, n in mover.in_bytes.items()}
-        for name in ("device->host", "host->device") if self.states.moved_bytes else ():
-            moved[name] = moved.get(name, 0) + self.states.moved_bytes
-        stall = lanes.take_stall() if lanes is not None else float
-        rest, peaks = (self.runner.replayer.seconds, moved, *reading.host_s), reading.peaks
-        kind.presses += reading.pressed
-        if "step" in peaks:
-            peaks = {"device": peaks["step"] + kind.static_bytes - self.states.kept_bytes}
-        peak = peaks.get("reserved", peaks.get("device", 0))
-        self._warned = self._warned or is_over(peak, self.budget["device"])
-        return lambda: Measurement(reading.seconds(), peaks, stall(), *rest)
 
     def _calibrate(self, kind: Kind) -> None:
         """Judge a settled plan: if it came out otherwise, plan again; the fastest seen stays."""

@@ -144,8 +144,12 @@ class Kind:
     """What plans so far were to do, and how long their steps took."""
     verdicts: list[tuple[float, float]] = field(default_factory=list)
     """Of each plan that was judged, the step time predicted before it ran, and the measured one."""
-    strayed: int = 0
-    """Steps in a row that left the script: after a few it is recorded anew."""
+    strayed: float = 0.0
+    """Steps that left the script, less what those that did not make up for."""
+    records: int = 0
+    """How often it was recorded anew for that."""
+    restless: bool = False
+    """No plan suits it: it runs under the online rule."""
     measurements: list[Measurement] = field(default_factory=list)
     judged: int = 0
     """How many of them the plan in force was judged by."""

@@ -81,6 +81,8 @@ class RawCall:
     """Storages that came in as arguments."""
     before: object
     """Buffers by identity, and the states of Python's and numpy's generators, on entry."""
+    wrapped: bool = False
+    """It was given tensors of a transform of torch.func, which are nothing outside of that."""
     strays: bool = False
     """It set a buffer anew, or drew from a generator that a replay cannot rewind."""
     last_op: int = -1

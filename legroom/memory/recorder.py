@@ -6,6 +6,7 @@ on real ones, where a timer takes the time of each op.
 """
 
 import contextlib
+import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,8 +31,10 @@ from legroom.memory.ops import (
     statistics,
 )
 from legroom.memory.raw import RawCall, RawOp, RawSaved, RawStorage
-from legroom.memory.saved import StorageTable, has_storage, is_ours, weight_storages
+from legroom.memory.saved import StorageTable, has_storage, is_ours, is_wrapped, weight_storages
 from legroom.memory.trace import Phase
+
+LEFTOVER = "left by the step before"
 
 
 class Timer(Protocol):
@@ -102,6 +105,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A storage that was elsewhere is on the device for a while."""
         if name in self._absent:
             self.adopt(tensor, self._absent[name])
+
+    def name_leftovers(self) -> None:
+        """Results of the step before that are still held.
+
+        Those that go while the step runs are a part of it: what they leave is free from then on.
+        Garbage is not, for it may go at any time; nor is data of the user's own.
+        """
+        gc.collect()
+        for x in gc.get_objects():
+            if type(x) is Tensor and x.grad_fn is not None and self._here(x):
+                known = len(self.storages)
+                if self.sid(x, birth=-1) == known:
+                    self.storages[known].name = LEFTOVER
 
     def sid(self, tensor: Tensor, birth: int, maker: str = "") -> int:
         """The number of a tensor's storage, new if it was not known."""
@@ -284,6 +300,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow module calls while the step runs."""
         handles = [_after_forward(self._leave_module, always_call=True)]
         for module in self._model.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: part of its caller
+                continue
             handles.append(module.register_forward_pre_hook(self.enter_module, with_kwargs=True))
         try:
             yield
@@ -308,6 +326,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first_saved=len(self.saved),
             grad=grad,
             inputs=self._known((args, kwargs), birth=-1),
+            wrapped=any(is_wrapped(x) for x in tree_leaves((args, kwargs))),
             before=_beyond(module),
             nodes=range(next_node(), next_node()),
             wants=tuple(

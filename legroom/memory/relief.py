@@ -13,6 +13,8 @@ from legroom.memory.profile import Capture
 
 PRESSED, OFF_BY = 0.015, 0.04
 """Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
+SCALARS = 1 << 10
+"""Bytes that numbers take which become tensors for a moment; no plan knows of those."""
 
 
 @contextlib.contextmanager
@@ -67,10 +69,11 @@ def make_room(kind: Kind, meter: Meter, budget: int, plan: Callable[[Kind], None
 
 def is_over(peak: int, limit: int) -> bool:
     """Whether a step took more than its budget; if so, the user is told."""
-    if peak > limit:
+    over = peak > limit + SCALARS
+    if over:
         text = f"a step took {format_bytes(peak)} of device memory, over the budget of "
         warnings.warn(f"legroom: {text}{format_bytes(limit)}", stacklevel=6)
-    return peak > limit
+    return over
 
 
 def after_failure(kind: Kind | None, meter: Meter, plan: Callable[[Kind], None]) -> str:
@@ -79,7 +82,7 @@ def after_failure(kind: Kind | None, meter: Meter, plan: Callable[[Kind], None])
     if kind is not None and kind.plan is not None:
         visits, size = kind.visits, format_bytes(kind.plan.predicted.device_bytes)
         foreseen = f"the plan ({kind.plan.why}) foresaw {size} at most"
-    if kind is not None and kind.recorded:
+    if kind is not None and kind.recorded and not kind.restless:
         with or_as_before(kind, meter):
             meter.give_way(OFF_BY)
             plan(kind)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +58,8 @@ class Replayer:
             if self._play(frame, frame.tape, missing):
                 return
             self.whole.add(frame.how.name)
-        args = again.map_args(self._open_arg, frame.args)
+        opened = {id(held): self._open_arg(held) for held in frame.held}
+        args = again.map_args(lambda x: opened[id(x)] if isinstance(x, Held) else x, frame.args)
         again.replay(frame, self.device, args, self._catcher(missing))
 
     def _play(self, frame: Frame, tape: Tape, missing: dict[int, Dropped]) -> bool:
@@ -73,6 +73,7 @@ class Replayer:
                 return self._open(source)
             return source.open() if source is not None else None
 
+        again.check_unchanged(frame, tape.is_unchanged())  # ops that are not run again do not count
         wanted = frozenset(one.storage for one in missing.values())
         try:
             with again.rewound(frame, self.device):
@@ -106,9 +107,7 @@ class Replayer:
 
         return catch
 
-    def _open_arg(self, held: Any) -> Any:
-        if not isinstance(held, Held):
-            return held
+    def _open_arg(self, held: Held) -> Tensor:
         if held.kept is not None:
             tensor = held.kept.open()
         else:

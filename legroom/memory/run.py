@@ -230,20 +230,19 @@ class Runner:
             return Kept(bare(tensor, self.recorder is not None), note)
         if script.due:
             self._advance(row.packed)
-        storage = row.storage
-        dropped = storage in script.dropped
+        storage, dropped = row.storage, row.storage in script.dropped
         wanted = frame is not None and storage in frame.how.wants
         other = (wanted or dropped) and region.is_other(tensor, storage)
         if dropped and frame is not None and not frame.whole:
             return Dropped(frame, region.index, tensor, storage, note, row.unpacked, self._step)
         tensor = bare(tensor, self.recorder is not None)
-        moved = storage in script.acted and not dropped and not other
-        entry = self._take(script, row, tensor, note) if moved else None
-        packed = (
-            Kept(tensor, note, row.unpacked, self._step)
-            if entry is None
-            else Handle(entry, ViewOf.of(tensor), tensor._version, note, row.unpacked, self._step)
-        )
+        stays = storage not in script.acted or dropped or other
+        entry = None if stays else self._take(script, row, tensor, note)
+        when = (note, row.unpacked, self._step)
+        if entry is None:
+            packed: Kept | Handle = Kept(tensor, *when)
+        else:
+            packed = Handle(entry, ViewOf.of(tensor), tensor._version, *when)
         if wanted and not other:
             self._offer(storage, packed if entry is not None else Kept(tensor))
         return packed
@@ -292,10 +291,11 @@ class Runner:
             entry.place = Place(move.tier, script.offsets[row.storage], row.num_bytes)
             if move.out_start <= row.packed:
                 self.mover.copy_out(entry)
+            if move.out_wait <= row.packed:  # what is due here may be done with, for saves before
+                self.mover.leave(entry)
             return
         with torch.no_grad():
-            codec = script.codecs[row.storage]
-            entry.packed = encode(codec, flat_bytes(tensor), tensor.dtype)
+            entry.packed = encode(script.codecs[row.storage], flat_bytes(tensor), tensor.dtype)
         entry.state = State.SMALL
 
     def _unpack(self, packed: Kept | Handle | Dropped | tuple[Tensor, int]) -> Tensor:

@@ -66,12 +66,20 @@ def weight_storages(modules: Iterable[nn.Module]) -> StorageTable[bool]:
 def has_storage(tensor: Tensor) -> bool:
     """Whether the tensor is plain strided memory (not sparse, not a wrapper without bytes)."""
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return tensor.layout == torch.strided and (plain or isinstance(tensor, FakeTensor))
+    there = (plain and not is_wrapped(tensor)) or isinstance(tensor, FakeTensor)
+    return there and tensor.layout == torch.strided
+
+
+def is_wrapped(x: object) -> bool:
+    """Whether it is a tensor of a transform of torch.func."""
+    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def is_ours(tensor: Tensor, device: torch.device, weights: StorageTable[bool]) -> bool:
     """Whether a saved tensor is an activation on the device, and worth acting on."""
     if type(tensor) is not Tensor and (isinstance(tensor, nn.Parameter) or not has_storage(tensor)):
+        return False
+    if is_wrapped(tensor):
         return False
     if tensor.device.type != device.type or tensor.layout is not torch.strided:
         return False

@@ -125,13 +125,19 @@ Spans = dict[str, tuple[int, int]]
 """By name, first and last ns."""
 
 
+_nested: list[bool] = []
+"""Collections under way, and whether another one has begun in each."""
+
+
 @contextlib.contextmanager
 def memory_reports(into: list[tuple[int, int]], spans: Spans | None = None) -> Iterator[None]:
     """Collect (time in ns, bytes taken or given back) of torch's CPU allocator.
 
     And the spans of what `torch.profiler.record_function` names: their times are by the same clock,
-    which differs from others by more than there is between two reports.
+    which differs from others by more than there is between two reports. There is one profiler: of
+    collections around another one, only the innermost gets any.
     """
+    _nested[:] = [True] * len(_nested) + [False]
     cpu = torch.profiler.ProfilerActivity.CPU
     profile = torch.profiler.profile(activities=[cpu], profile_memory=True)
     with silenced(2):
@@ -142,7 +148,7 @@ def memory_reports(into: list[tuple[int, int]], spans: Spans | None = None) -> I
         with silenced(2):
             profile.stop()
         results: Any = profile.profiler
-        for event in results.kineto_results.events():
+        for event in () if _nested.pop() else results.kineto_results.events():
             if (
                 event.name() == "[memory]"
                 and event.device_type() == torch._C._autograd.DeviceType.CPU

@@ -147,6 +147,25 @@ def test_inputs_that_need_no_gradient(plan: str) -> None:
     check(Model(), rows(), plan)
 
 
+class Self(nn.Module):
+    """Attention to itself: torch's module looks at whether its arguments are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(32, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x, x, x, need_weights=False)[0]
+        return x
+
+
+@EVERY
+def test_one_tensor_given_as_several_arguments(plan: str) -> None:
+    """A block that runs again finds them to be one, as in its first run."""
+    check(Self(), torch.randn(12, 8, 32), plan)
+
+
 @EVERY
 def test_frozen_parameters(plan: str) -> None:
     """A frozen parameter gets no gradient, with and without a plan."""

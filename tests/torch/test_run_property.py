@@ -2,10 +2,12 @@
 
 import gc
 import random
+from typing import Any
 
+import msgspec
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from legroom.core.errors import BudgetError
 from legroom.memory.planner import make_plan
@@ -15,7 +17,7 @@ from legroom.memory.simulate import Simulator
 from legroom.memory.timers import CpuTimer, memory_reports, reports_peak
 from legroom.memory.trace import Kind
 from tests.torch.random_nets import random_net
-from tests.torch.support import CPU, MACHINE, PLANS, ROOM, Rig, anyhow, assert_same
+from tests.torch.support import CPU, MACHINE, PLANS, ROOM, Rig, anyhow, assert_same, swap
 
 NUM_NETS = 12
 PEAK_ERROR = 0.01
@@ -103,6 +105,46 @@ def test_the_predicted_peak_is_the_measured_one(seed: int, plan: str) -> None:
     for peak in found:
         error = predicted / peak - 1
         assert abs(error) < PEAK_ERROR, f"predicted {predicted}, measured {found}"
+
+
+class Twice(torch.autograd.Function):
+    """Saves two tensors of its own at one position."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        one, two = x.exp(), x.sin()
+        ctx.save_for_backward(one, two)
+        return one * two
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        one, two = ctx.saved_tensors
+        return grad * one * two
+
+
+class Twins(nn.Module):
+    """A stack of those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Twice.apply(layer(x))  # type: ignore[no-untyped-call]
+        return x
+
+
+def test_copies_waited_for_where_their_tensors_are_saved() -> None:
+    """Each save of a position is free there, not only the first."""
+    rig = real_rig(Twins(), torch.randn(64, 64))
+    replace = msgspec.structs.replace
+    actions = [replace(m, out_wait=rig.step.packed(m.storage)) for m in swap(rig.step)]
+    predicted = Simulator(rig.step, MACHINE).shape(actions).peak
+    rig.install(actions)
+    found = [measured_peak(rig) for _ in range(2)]
+    rig.close()
+    assert found == pytest.approx([predicted] * 2, rel=PEAK_ERROR)
 
 
 def test_two_hundred_steps_of_random_plans() -> None:

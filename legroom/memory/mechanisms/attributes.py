@@ -10,6 +10,7 @@ from math import inf
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 INTERNAL = frozenset(nn.Module().__dict__) - {"training", "_buffers"}
@@ -108,6 +109,8 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     seen: set[int] = set()
     before = []
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):  # those are no dicts of Python's
+            continue
         own = (v for k, v in module.__dict__.items() if k not in INTERNAL and k != "_buffers")
         held = [content(v, inf, seen) for v in own]
         inside = [

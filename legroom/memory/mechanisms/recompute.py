@@ -24,7 +24,7 @@ from legroom.core.errors import StepError
 from legroom.memory.mechanisms.attributes import attributes_of, attributes_set
 from legroom.memory.mechanisms.entry import Dropped, Handle, Kept
 from legroom.memory.mechanisms.tape import Tape
-from legroom.memory.saved import is_weight
+from legroom.memory.saved import bare, is_weight
 from legroom.memory.script import Replay
 
 
@@ -39,7 +39,7 @@ class Held:
 
     def __init__(self, tensor: Tensor) -> None:
         # A parameter stays itself: whether a saved tensor is one decides what is done with it.
-        keep = tensor if is_weight(tensor) else tensor.detach()
+        keep = tensor if is_weight(tensor) else bare(tensor, apart=True)
         self.kept: Kept | None = Kept(keep)
         self.handle: Handle | None = None
         self.grad = tensor.requires_grad
@@ -77,23 +77,24 @@ class Frame:
 
 def open_frame(how: Replay, module: nn.Module, args: Any, device: torch.device) -> Frame:
     """Remember a call that is about to run."""
-    held: list[Held] = []
+    held: dict[int, Held] = {}
 
     def hold(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        held.append(Held(leaf))
-        return held[-1]
+        known = held.get(id(leaf))  # one tensor given twice is one in the replay: modules ask
+        if known is None:
+            known = held[id(leaf)] = Held(leaf)
+        return known
 
     rng = RandomState.take(device)
     around = surroundings(module)
     attributes = [attributes_of(m, own) for m, own in around.own]
     kept_args = map_args(hold, args)
-    frame = Frame(
-        how, module, kept_args, held, rng, autocast_state(device), around.versions(), attributes
-    )
+    autocast, versions = autocast_state(device), around.versions()
+    frame = Frame(how, module, kept_args, [*held.values()], rng, autocast, versions, attributes)
     if how.runs is not None:
-        frame.tape = Tape(how.forms, how.runs, [h.kept.tensor for h in held if h.kept])
+        frame.tape = Tape(how.forms, how.runs, [h.kept.tensor for h in frame.held if h.kept])
     return frame
 
 
@@ -232,6 +233,7 @@ def autocast_state(device: torch.device) -> Autocast:
 @contextlib.contextmanager
 def as_it_was(frame: Frame, device: torch.device) -> Iterator[None]:
     """Random state, autocast and running statistics as in the first run; put back after."""
+    check_unchanged(frame, surroundings(frame.module).versions() == frame.versions)
     with contextlib.ExitStack() as stack:
         stack.enter_context(rewound(frame, device))
         for then, now_on in zip(frame.autocast, autocast_state(device), strict=True):
@@ -243,14 +245,18 @@ def as_it_was(frame: Frame, device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def rewound(frame: Frame, device: torch.device) -> Iterator[None]:
-    """Random state as in the first run, parameters too; the former is put back after."""
-    if surroundings(frame.module).versions() != frame.versions:
+def check_unchanged(frame: Frame, same: bool) -> None:
+    """Raise StepError unless what a replay reads of its module is the same as in the first run."""
+    if not same:
         raise StepError(
             f"a parameter or buffer of {frame.how.name} was changed between forward and backward, "
             "or frozen or thawed, and the plan runs that block again: do that after backward"
         )
+
+
+@contextlib.contextmanager
+def rewound(frame: Frame, device: torch.device) -> Iterator[None]:
+    """Random state as in the first run, put back after."""
     if frame.rng is None:
         yield
         return

@@ -85,6 +85,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a tensor lies in what the trace has as this storage."""
         return self._made.get(tensor.untyped_storage()) == number
 
+    def is_unchanged(self) -> bool:
+        """Whether weights and whatever else came from outside of the block are as they were."""
+        refs = (x for call in self.calls for x in (*call.args, *call.kwargs.values()))
+        return all(x.tensor._version == x.version for x in refs if type(x) is Kept)
+
     def close(self) -> bool:
         """The call is over: forget its tensors; whether it did not go as traced."""
         self._given.clear()

@@ -1,0 +1,26 @@
+"""What a step took under its plan: time, peaks, stalls, and bytes moved."""
+
+from collections.abc import Callable
+
+from legroom.memory.device import Reading
+from legroom.memory.kinds import Kind, Measurement
+from legroom.memory.mechanisms.lanes import Lanes
+from legroom.memory.mechanisms.states import StateKeeper
+from legroom.memory.run import Runner
+
+
+def measure(
+    kind: Kind, reading: Reading, runner: Runner, lanes: Lanes | None, states: StateKeeper
+) -> tuple[Callable[[], Measurement], int]:
+    """The measurement of a step just enqueued, and its peak; asking for it waits for its end."""
+    mover, peaks = runner.mover, reading.peaks
+    moved = {f"device->{tier}": n for tier, n in mover.out_bytes.items()}
+    moved |= {f"{tier}->device": n for tier, n in mover.in_bytes.items()}
+    for name in ("device->host", "host->device") if states.moved_bytes else ():
+        moved[name] = moved.get(name, 0) + states.moved_bytes
+    if "step" in peaks:  # above what was there before
+        peaks = {"device": peaks["step"] + kind.static_bytes - states.kept_bytes}
+    stall = lanes.take_stall() if lanes is not None else float
+    rest = (runner.replayer.seconds, moved, *reading.host_s)
+    peak = peaks.get("reserved", peaks.get("device", 0))
+    return lambda: Measurement(reading.seconds(), peaks, stall(), *rest), peak
