@@ -91,7 +91,7 @@ class MemoryJob:
         self.kinds: dict[str, Kind] = {}
         self.current: Kind | None = None
         self.signer = Signer(model)
-        self.runner = Runner(model, device)
+        self.runner = Runner(model, device, shielded=compile_blocks)
         self.tiers = Tiers(device, disk_dir, before_close=self.runner.mover.evacuate)
         self.states = StateKeeper(optimizer, dict(model.named_parameters()), device)
         self.workshop = make_workshop(model, device) if compile_blocks else None
@@ -159,7 +159,8 @@ class MemoryJob:
         timer = CudaTimer(self.device) if self.device.type == "cuda" else CpuTimer()
         recorder = Recorder(self.model, self.device, timer)
         name_states(recorder, self.model, self.states.here())
-        recorder.name_leftovers()
+        if self.workshop is None:  # else the next steps will hold other results than the last did
+            recorder.name_leftovers()
         self._recording = (recorder, timer, self.meter.found() + self.states.away_bytes)
         stack.enter_context(self.states.recorded(recorder))
         stack.enter_context(naming_gradients(recorder, self.model))
@@ -237,7 +238,7 @@ class MemoryJob:
         make_room(kind, self.meter, self.budget["device"], self._plan)
         self._park(kind)
         if kind.script is None:
-            self._take_up_rule()
+            self._take_up_rule(kind)
         elif self.runner.script is not kind.script:
             lanes = self.tiers.lanes_for(kind.script.tier_bytes)
             if lanes is not None:
@@ -255,11 +256,12 @@ class MemoryJob:
         """Compiled blocks in place of eager ones, while a step runs; whether that could be done."""
         return self.workshop is None or self.workshop.place(outfit)
 
-    def _take_up_rule(self) -> None:
+    def _take_up_rule(self, kind: Kind) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
         budget = self.planning_budget()
         static = max(held_bytes(self.model, self.optimizer, self.device), self.meter.found())
-        evictor = make_evictor(budget, static, budget["device"] - static)
+        free = budget["device"] - static
+        evictor = make_evictor(budget, static, free, kind.saved_bytes)
         lanes = self.tiers.lanes_for({evictor.tier: evictor.tier_bytes})
         assert lanes is not None
         self.runner.install_online(evictor, lanes)

@@ -310,6 +310,12 @@ class Kind:
         return sum(s.num_bytes for s in self.capture.step.storages if s.birth < 0)
 
     @property
+    def saved_bytes(self) -> int:
+        """What autograd saves in a step; 0 where that is not known."""
+        step = self.capture.step if self.capture is not None else None
+        return sum(step.storages[s].num_bytes for s in step.saves) if step is not None else 0
+
+    @property
     def unseen_bytes(self) -> int:
         """The largest tensor of blocks that run compiled: when it comes and goes is not known."""
         if self.plain is None:

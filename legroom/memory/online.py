@@ -62,17 +62,26 @@ class Evictor:
         self._sizes.pop(id(entry), None)
 
 
-def make_evictor(budget: Mapping[str, int], static_bytes: int, free_bytes: int) -> Evictor:
+def make_evictor(
+    budget: Mapping[str, int], static_bytes: int, free_bytes: int, saved_bytes: int = 0
+) -> Evictor:
     """A rule for a budget of which weights and states already take so much.
 
+    `saved_bytes` is what a step was seen to save, if one was: others may save four times that.
     Raises BudgetError when they leave nothing, or when there is no lower tier to move to.
     """
     tier = "host" if budget.get("host") else "disk"
-    room = min(budget.get(tier, 0), 4 * budget["device"])
-    if free_bytes <= 0 or room <= 0:
+    room = min(budget.get(tier, 0), 4 * (saved_bytes or budget["device"]))
+    if room <= 0:
+        raise BudgetError(
+            "a step without a plan sends what was saved first to a lower tier, and none has a "
+            f"budget: give one, budget={{'device': {budget['device']}, '{tier}': '8GiB'}}",
+            missing_bytes=0,
+        )
+    if free_bytes <= 0:
         raise BudgetError(
             f"weights and optimizer states take {format_bytes(static_bytes)} of the budget of "
-            f"{format_bytes(budget['device'])}, and {format_bytes(room)} of a lower tier is free",
-            missing_bytes=max(-free_bytes, 0),
+            f"{format_bytes(budget['device'])}: give more, or train fewer weights",
+            missing_bytes=-free_bytes,
         )
     return Evictor(int(free_bytes * SHARE), tier, room)

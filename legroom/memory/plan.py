@@ -129,7 +129,8 @@ def held_inputs(step: Step, actions: list[Recompute]) -> Held:
         position = replay_position(step, variant)
         over = max((step.storages[s].death + 1 for s in variant.drops), default=position)
         ends = dict.fromkeys(sources(step, action.block, variant), position)
-        ends |= dict.fromkeys(step.blocks[action.block].inputs, max(over, position))
+        until = max(over, position) if position < len(step.ops) else over  # it may never run
+        ends |= dict.fromkeys(step.blocks[action.block].inputs, until)
         for s, end in ends.items():
             first, last = held.get(s, (position, end))
             held[s] = (min(first, position), max(last, end))

@@ -41,7 +41,8 @@ class Play:
         self.moves = [a for a in actions if isinstance(a, Move)]
         self.codes = [a for a in actions if isinstance(a, Compress)]
         self.parks = parks(actions)
-        self.replays = simulator.replays(actions)
+        end = len(simulator.step.ops)
+        self.replays = [r for r in simulator.replays(actions) if r.position < end]
         machine = simulator.machine
         self.roads = {
             x.name: Road(x.name, x.bytes_per_s, x.latency_s, x.root) for x in machine.links

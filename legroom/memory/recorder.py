@@ -114,7 +114,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         gc.collect()
         for x in gc.get_objects():
-            if type(x) is Tensor and x.grad_fn is not None and self._here(x):
+            result = type(x) is Tensor and x.grad_fn is not None
+            if result and x.device == self.device and has_storage(x):
                 known = len(self.storages)
                 if self.sid(x, birth=-1) == known:
                     self.storages[known].name = LEFTOVER

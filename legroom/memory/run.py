@@ -20,7 +20,7 @@ from legroom.memory.mechanisms.entry import (
     State,
     check_version,
 )
-from legroom.memory.mechanisms.hooks import InnerHooks, lift
+from legroom.memory.mechanisms.hooks import InnerHooks, lift, shield
 from legroom.memory.mechanisms.lanes import Lanes, Place
 from legroom.memory.mechanisms.mover import Mover
 from legroom.memory.mechanisms.recompute import Held, forget_surroundings, open_frame
@@ -48,8 +48,10 @@ _NOTHING = contextlib.nullcontext()
 class Runner:
     """Follows one model's steps with a script; decides nothing."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, shielded: bool = False) -> None:
         self.model, self.device = model, device
+        pair = (self._pack, self._unpack)
+        self._pair: tuple[Any, Any] = shield(*pair) if shielded else pair
         self.mover = Mover(device)
         self.script: Script | None = None
         self.recorder: Recorder | None = None
@@ -80,7 +82,7 @@ class Runner:
         self.remove()
         self.script, self.evictor = script, None
         self.mover.use(lanes)
-        self._find_weights()
+        self.weights = weight_storages([self.model])
         forget_surroundings()
         if script is not None and not script.idle:
             modules = dict(self.model.named_modules())
@@ -92,9 +94,6 @@ class Runner:
         self.remove()
         self.evictor = evictor
         self.mover.use(lanes)
-        self._find_weights()
-
-    def _find_weights(self) -> None:
         self.weights = weight_storages([self.model])
 
     def remove(self) -> None:
@@ -125,7 +124,7 @@ class Runner:
             self._region = self._outside
 
     def _saving(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(*self._pair)
 
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:
         """Keep the runtime's own work out of recordings and tapes."""
@@ -157,7 +156,7 @@ class Runner:
         if region.rows is not None and self._outside.rows is None:
             self._watch.enter_context(self._saving())
         elif region.rows is None and block != UNKNOWN:
-            lift(self._pack, self._unpack, self._watch)
+            lift(*self._pair, self._watch)
         if region.frame is not None and region.frame.tape is not None:
             self._watch.enter_context(region.frame.tape)
         self._region = region

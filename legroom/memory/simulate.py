@@ -101,7 +101,8 @@ class Simulator:
                 delta[max(storages[s].release + 1, last_need.get(s, 0))] -= storages[s].num_bytes
                 self._add_return(delta, storages[s], replay.position)
         levels = np.cumsum(delta)[: len(self.scratch)]
-        peaks = tuple((r, self._replay_peak(r, levels, last_need)) for r in replays)
+        happen = (r for r in replays if r.position < len(self.step.ops))
+        peaks = tuple((r, self._replay_peak(r, levels, last_need)) for r in happen)
         return Shape(levels + self.scratch_under(actions), peaks)
 
     def scratch_under(self, actions: Sequence[Action]) -> Levels:
@@ -111,8 +112,11 @@ class Simulator:
 
     @staticmethod
     def _add_return(delta: Levels, storage: Storage, position: int) -> None:
-        """Bytes that come back at a position, and go as soon as nobody needs them."""
-        delta[position] += storage.num_bytes
+        """Bytes that come back at a position, and go as soon as nobody needs them.
+
+        Those that nobody asked for do not come back.
+        """
+        delta[min(position, storage.last + 1)] += storage.num_bytes
         delta[storage.last + 1] -= storage.num_bytes
         delta[storage.death + 1] += storage.num_bytes
 

@@ -22,6 +22,7 @@ from legroom.core.errors import forget_frames, in_short
 from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
 from legroom.memory.mechanisms.attributes import attributes_kept
 from legroom.memory.mechanisms.compiled import Compiler, can_compile
+from legroom.memory.mechanisms.hooks import shield
 from legroom.memory.memo import Memo
 from legroom.memory.sample import Sample
 from legroom.memory.saved import (
@@ -275,13 +276,12 @@ class _Saved:
 
     def hooks(self) -> saved_tensors_hooks:
         """Note each; autograd keeps it, without a history that may lead to who saved it."""
+        return saved_tensors_hooks(*shield(self._pack, lambda tensor: tensor))
 
-        def pack(tensor: Tensor) -> Tensor:
-            if is_ours(tensor, self.device, self.weights):
-                self.tensors.append(tensor)
-            return tensor if tensor.is_leaf else tensor.detach()
-
-        return saved_tensors_hooks(pack, lambda tensor: tensor)
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if is_ours(tensor, self.device, self.weights):
+            self.tensors.append(tensor)
+        return tensor if tensor.is_leaf else tensor.detach()
 
     def rows(
         self, given: Any, results: list[Tensor]

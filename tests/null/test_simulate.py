@@ -258,3 +258,14 @@ def test_a_replay_gives_the_link_time() -> None:
     assert time_of(late, rate=2.0) == UNPLANNED_S + 4
     # The replay before op 6 comes after the fetch began there: needed at 12 s, there at 12 s.
     assert time_of(late, again(1), rate=2.0) == UNPLANNED_S + 3 + 1
+
+
+def test_what_nobody_asks_for_does_not_come_back() -> None:
+    """A block that is dropped for good costs no time, and its bytes are gone once, not twice."""
+    rows = tuple(msgspec.structs.replace(r, unpacked=()) if r.block == 1 else r for r in STEP.saved)
+    step = msgspec.structs.replace(STEP, saved=rows)
+    simulator, drop = Simulator(step, machine()), [Recompute(block=1, variant="full")]
+    bare = [13, 16, 26, 29, 19, 22, 29, 29, 26, 13]  # s1 goes after op 3, and not again
+    assert simulator.shape(drop).during.tolist()[:10] == bare
+    assert simulator.shape(drop).replays == ()
+    assert simulator.time(drop) == UNPLANNED_S

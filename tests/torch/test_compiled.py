@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
@@ -22,12 +23,15 @@ from legroom.memory.builds import Build
 from legroom.memory.device import CpuMeter
 from legroom.memory.mechanisms import compiled
 from legroom.memory.mechanisms.compiled import Compiler
+from legroom.memory.run import Runner
 from legroom.memory.sample import Sample
+from legroom.memory.saved import weight_storages
 from legroom.memory.trace import Step
 from legroom.memory.trial import (
     Subject,
     Trial,
     Way,
+    _Saved,
     build_ways,
     shares_by,
     try_all,
@@ -428,3 +432,38 @@ def test_a_gradient_in_the_place_of_a_saved_tensor_is_another_one() -> None:
         found.add(Trial(module, sample, build, CPU).measure("").backward_bytes)
         del others
     assert len(found) == 1, found
+
+
+class Recurrent(nn.Module):
+    """A layer that the compiler leaves to itself: the graph around it is broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.LSTM(64, 64, batch_first=True), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.norm(x))[0]
+
+
+@pytest.mark.usefixtures("compiled_only")
+def test_hooks_of_a_job_are_not_compiled_with_a_block_that_breaks_its_graph() -> None:
+    """They look at Python objects of all kinds: each save was compiled for anew."""
+    model, x = stack(Recurrent, 3), torch.randn(4, 16, 64)
+    with fitted(model, "test_swap", compile="blocks") as job:
+        for _ in range(6):
+            with job.step():
+                model(x).pow(2).mean().backward()
+        assert job.current is not None and job.current.outfit.shares
+        assert job.current.plan is not None and job.current.plan.moves
+    assert not _debug_get_cache_entry_list(Runner._pack.__code__)
+
+
+def test_hooks_of_a_trial_are_not_compiled_with_a_block_that_breaks_its_graph() -> None:
+    """For recurrent layers that took most of a minute."""
+    saved = _Saved(CPU, weight_storages([]))
+
+    layer = torch.compile(nn.LSTM(16, 64), backend="eager")
+    with saved.hooks():
+        layer(torch.randn(8, 4, 16, requires_grad=True))
+    assert saved.tensors
+    assert not _debug_get_cache_entry_list(_Saved._pack.__code__)

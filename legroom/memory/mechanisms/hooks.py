@@ -79,6 +79,15 @@ _autograd: Any = torch._C._autograd
 _innermost = _autograd._top_saved_tensors_default_hooks
 
 
+def shield(pack: Any, unpack: Any) -> tuple[Any, Any]:
+    """Hooks that are not compiled with a block that breaks its graph, as recurrent layers do.
+
+    That costs each call a little, and is for jobs that compile.
+    """
+    off: Any = torch.compiler.disable
+    return off(pack), off(unpack)
+
+
 def lift(pack: Any, unpack: Any, until: ExitStack) -> None:
     """Take hooks for saved tensors off until a stack is closed, if there are no others.
 
