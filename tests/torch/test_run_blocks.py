@@ -2,15 +2,18 @@
 
 import contextlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from legroom.memory.actions import Action
+from legroom.memory.mechanisms import hooks
 from legroom.memory.run import Runner
 from legroom.memory.trace import FULL, Step
 from tests.torch.nets import WIDTH, Attention, ConvNorm, Each, Mlp, images, rows, stack, texts
@@ -494,3 +497,27 @@ def test_hooks_are_as_before_after_a_block_that_raised(error: type[BaseException
         assert_same(rig.planned(), plain)
     finally:
         rig.close()
+
+
+def test_an_interrupt_while_hooks_are_taken_off_puts_them_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may come between any two instructions, also right after they went."""
+    real: Any = torch._C._autograd
+
+    def interrupted() -> None:
+        real._pop_saved_tensors_default_hooks()
+        raise KeyboardInterrupt
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    push = real._push_saved_tensors_default_hooks
+    fake = SimpleNamespace(
+        _pop_saved_tensors_default_hooks=interrupted, _push_saved_tensors_default_hooks=push
+    )
+    monkeypatch.setattr(hooks, "_autograd", fake)
+    with saved_tensors_hooks(pack, pack):
+        with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as stack:
+            hooks.lift(pack, pack, stack)
+        assert real._top_saved_tensors_default_hooks(False)[0] is pack

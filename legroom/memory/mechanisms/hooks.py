@@ -93,11 +93,19 @@ def lift(pack: Any, unpack: Any, until: ExitStack) -> None:
 
     Autograd then saves what it saves by itself, without a call into Python for each.
     """
-    found = None if torch.compiler.is_compiling() else _innermost(False)
-    if found is None or found[0] != pack:
+    if torch.compiler.is_compiling() or not _is_innermost(pack):
         return
+    until.callback(_put_back, pack, unpack)  # before they go: an interrupt may come in between
     _autograd._pop_saved_tensors_default_hooks()
-    if _innermost(False) is None:
-        until.callback(_autograd._push_saved_tensors_default_hooks, pack, unpack)
-    else:  # of the user's, around the step
+    if _innermost(False) is not None:  # of the user's, around the step
+        _put_back(pack, unpack)
+
+
+def _is_innermost(pack: Any) -> bool:
+    found = _innermost(False)
+    return found is not None and found[0] == pack
+
+
+def _put_back(pack: Any, unpack: Any) -> None:
+    if not _is_innermost(pack):
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
