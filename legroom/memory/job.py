@@ -41,6 +41,7 @@ from legroom.memory.profile import (
     held_bytes,
     name_states,
     naming_gradients,
+    state_bytes,
     with_others,
 )
 from legroom.memory.recorder import Recorder
@@ -313,6 +314,7 @@ class MemoryJob:
             return
         first, like = kind.capture, kind.capture.step if kind.capture is not None else None
         name_states(recorder, self.model)
+        kind.state_bytes = state_bytes(self.optimizer, self.device)
         known: Any = {"like": like, "blocks": self.blocks, "signature": kind.signature}
         kind.capture = capture_real(recorder, timer, self.model, self.machine, **known)
         kind.capture = to_scale(kind, self._counted(kind.capture, like, found), self.machine)

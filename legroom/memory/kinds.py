@@ -127,6 +127,8 @@ class Kind:
     """The pace that was counted on when builds were chosen, and the times of ops and host then."""
     recorded: bool = False
     """Whether the trace comes from a real step."""
+    state_bytes: int = 0
+    """What the optimizer held after the step that was recorded."""
     given_up: int = 0
     """Steps that were recorded, and had no backward."""
     reference: tuple[float, float, float] | None = None

@@ -6,6 +6,7 @@ from legroom.memory.device import Reading
 from legroom.memory.kinds import Kind, Measurement
 from legroom.memory.mechanisms.lanes import Lanes
 from legroom.memory.mechanisms.states import StateKeeper
+from legroom.memory.profile import state_bytes
 from legroom.memory.run import Runner
 
 
@@ -18,8 +19,10 @@ def measure(
     moved |= {f"{tier}->device": n for tier, n in mover.in_bytes.items()}
     for name in ("device->host", "host->device") if states.moved_bytes else ():
         moved[name] = moved.get(name, 0) + states.moved_bytes
-    if "step" in peaks:  # above what was there before
-        peaks = {"device": peaks["step"] + kind.static_bytes - states.kept_bytes}
+    if "step" in peaks:  # above what was there before; states may have grown since the recording
+        grown = state_bytes(states.optimizer, runner.device) - kind.state_bytes
+        static = kind.static_bytes + max(grown, 0)
+        peaks = {"device": peaks["step"] + static - states.kept_bytes}
     stall = lanes.take_stall() if lanes is not None else float
     rest = (runner.replayer.seconds, moved, *reading.host_s)
     peak = peaks.get("reserved", peaks.get("device", 0))

@@ -336,8 +336,16 @@ def held_bytes(
     batch: Any = (),
 ) -> int:
     """Bytes on the device of a model, its gradients, its optimizer's states now, and a batch."""
-    states = dict(optimizer.state) if optimizer else {}
     grads = [p.grad for p in model.parameters()]
-    leaves = (*model.parameters(), *model.buffers(), *grads, *tree_leaves((states, batch)))
+    leaves = (*model.parameters(), *model.buffers(), *grads, *tree_leaves(batch))
+    return _bytes_on(device, leaves) + state_bytes(optimizer, device)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+    """Bytes on the device of an optimizer's states now."""
+    return _bytes_on(device, tree_leaves(dict(optimizer.state) if optimizer else {}))
+
+
+def _bytes_on(device: torch.device, leaves: Iterable[Any]) -> int:
     tensors = (x for x in leaves if isinstance(x, Tensor) and has_storage(x))
     return sum(x.nbytes for x in tensors if x.device.type == device.type)

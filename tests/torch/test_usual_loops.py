@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -276,3 +277,31 @@ def test_blocks_with_parts_that_repeat_are_blocks() -> None:
     model = nn.Sequential(nn.Linear(64, 64), *(Adapters() for _ in range(6)))
     step = Rig(model, rows()).step
     assert [b.module for b in step.blocks if b.variants] == [str(i) for i in range(1, 7)]
+
+
+class Hoarder(torch.optim.SGD):
+    """Its state grows with every step, as that of LBFGS does for a while."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("past", []).append(p.detach().clone())
+
+
+def test_states_that_grow_are_measured() -> None:
+    """By all that came since the step was recorded."""
+    model, x = stack(Mlp, 2), rows()
+    optimizer, sizes = Hoarder(model.parameters(), lr=0.1), list[int]()
+    with legroom.fit(model, optimizer, budget="1GiB") as job:
+        job.meter.peaks = True  # type: ignore[attr-defined]
+        for _ in range(8):
+            with job.step():
+                model(x).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            kind = job.current
+            assert kind is not None
+            sizes += [m.peaks["device"] for m in kind.measurements[-1:]]
+    grown = sum(p.nbytes for p in model.parameters())
+    assert sizes[-1] - sizes[-2] == pytest.approx(grown, rel=0.01)
