@@ -1,6 +1,7 @@
 """torch's own layers in loops as people write them: the peak is the one that was predicted."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -157,15 +158,21 @@ def test_steps_that_always_differ_end_under_a_rule_that_keeps_the_budget(
         assert late and max(late) <= limit
 
 
-def trained(model: nn.Module, x: Tensor, budget: int | str = "1GiB", num_steps: int = 5) -> None:
-    """Some steps, recorded and planned; nothing is to be raised."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with legroom.fit(model, optimizer, budget=budget) as job:
-        for _ in range(num_steps):
-            with job.step():
-                model(x).pow(2).mean().backward()
+def check_training(make: Callable[[], nn.Module], x: Tensor, num_steps: int = 5) -> None:
+    """Some steps, recorded and planned, leave the weights that plain ones do."""
+    model, plain = make(), make()
+    plain.load_state_dict(model.state_dict())
+    with legroom.fit(model, None, budget="1GiB") as job:
+        for net in (model, plain):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(num_steps):
+                with job.step() if net is model else contextlib.nullcontext():
+                    net(x).pow(2).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        assert job.current is not None and job.current.recorded
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 class Mapped(nn.Module):
@@ -182,22 +189,29 @@ class Mapped(nn.Module):
 
 
 def test_models_of_torch_func_train() -> None:
-    trained(Mapped(), rows())
+    check_training(Mapped, rows())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_submodules_are_a_part_of_their_caller() -> None:
     """They take no hooks."""
-    inner = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
-    trained(nn.Sequential(nn.Linear(64, 64), inner, nn.Linear(64, 64)), rows())
+
+    def make() -> nn.Module:
+        inner = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
+        return nn.Sequential(nn.Linear(64, 64), inner, nn.Linear(64, 64))
+
+    check_training(make, rows())
 
 
 @pytest.mark.parametrize("size", [(1, 64), (4, 64), (2, 128)])
 def test_inputs_too_small_to_act_on(size: tuple[int, int]) -> None:
     """Autograd holds them; nobody thinks that they are gone."""
     count, width = size
-    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8))
-    trained(model, rows(width, count))
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8))
+
+    check_training(make, rows(width, count))
 
 
 def test_data_of_the_users_own_that_goes_in_a_step_is_not_counted() -> None:
@@ -210,6 +224,8 @@ def test_data_of_the_users_own_that_goes_in_a_step_is_not_counted() -> None:
                     data.clear()
                 model(x).pow(2).mean().backward()
             model.zero_grad()
+        assert job.current is not None and job.current.recorded
+        assert job.current.static_bytes < 1 << 20
 
 
 def update(param: Tensor) -> None:
@@ -222,13 +238,18 @@ def update(param: Tensor) -> None:
 def test_weights_updated_in_backward_once_nobody_needs_them() -> None:
     """Ops that run again read weights that are not yet updated: others do not matter."""
     model, x = stack(Mlp, 4), rows()
-    for p in model.parameters():
+    plain = copy.deepcopy(model)
+    for p in (*model.parameters(), *plain.parameters()):
         p.register_post_accumulate_grad_hook(update)
     with fitted(model, "test_selective") as job:
-        for _ in range(6):
-            with job.step():
-                model(x).pow(2).mean().backward()
-            model.zero_grad()
+        for net in (model, plain):
+            for i in range(6):
+                torch.manual_seed(i)
+                with job.step() if net is model else contextlib.nullcontext():
+                    net(x).pow(2).mean().backward()
+                net.zero_grad()
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_jobs_around_each_other_measure_no_nonsense() -> None:
