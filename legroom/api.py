@@ -168,8 +168,10 @@ def fit(
 
 
 def _check_cache(model: nn.Module) -> None:
-    """Warn of a setting that spoils plans for models of transformers."""
-    if getattr(getattr(model, "config", None), "use_cache", False) is True:
+    """Warn of a setting that spoils plans for models of transformers; encoders pass it over."""
+    config, base = getattr(model, "config", None), getattr(model, "base_model", model)
+    decodes = any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder"))
+    if getattr(config, "use_cache", False) is True and (decodes or not hasattr(base, "encoder")):
         warnings.warn(
             "legroom: transformers keeps keys and values (config.use_cache=True), which training "
             "does not need and which bars its layers from being recomputed: set "

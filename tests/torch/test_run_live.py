@@ -625,14 +625,27 @@ def test_a_step_that_strays_teaches_no_pattern() -> None:
     assert counts[4] == counts[5] == counts[2] > 0, counts
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_cache_that_training_does_not_need_is_told(cached: bool) -> None:
-    """Layers of transformers cannot be recomputed while they fill a cache.
+@pytest.mark.parametrize(
+    "settings, cached",
+    [
+        ({"use_cache": True}, True),
+        ({"use_cache": False}, False),
+        ({"use_cache": True, "encoder": True}, False),
+        ({"use_cache": True, "encoder": True, "is_decoder": True}, True),
+        ({"use_cache": True, "encoder": True, "is_encoder_decoder": True}, True),
+    ],
+)
+def test_a_cache_that_training_does_not_need_is_told(
+    settings: dict[str, bool], cached: bool
+) -> None:
+    """Layers of transformers cannot be recomputed while they fill a cache; encoders fill none.
 
     A loaded model is in eval mode, and a trainer changes that only after its callbacks ran.
     """
     model = stack(Mlp).eval()
-    model.config = SimpleNamespace(use_cache=cached)  # type: ignore[assignment]
+    if settings.get("encoder"):
+        model.encoder = nn.Identity()
+    model.config = SimpleNamespace(**settings)  # type: ignore[assignment]
     told = pytest.warns(UserWarning, match="use_cache = False") if cached else nullcontext()
     with told, fitted(model, "keep_all"):
         pass
