@@ -390,3 +390,17 @@ def test_a_host_matters_where_it_is_at_work_for_much_of_a_step(share: float, bus
     kind = kind_of(full)
     kind.capture = rescaled(kind.capture, 1.0, share * total_s(kind))
     assert kind.has_busy_host == busy
+
+
+def test_waits_that_no_slow_link_explains_leave_the_links_alone() -> None:
+    """Else each plan would take another share of their rate, for the whole job."""
+    kind = kind_of(swap)
+    assert kind.capture is not None and kind.plan is not None
+    fast = MACHINE.with_links(1e6)  # nothing waits for these, be they somewhat slower
+    predicted = Simulator(kind.capture.step, fast).run(kind.plan.actions)
+    kind.plan = msgspec.structs.replace(kind.plan, predicted=predicted)
+    measure(kind, 9.0, *[predicted.step_s] * 3)
+    for row in kind.measurements:
+        row.stall_s = 0.05 * predicted.step_s
+    assert not as_predicted(kind)
+    assert learn(kind, fast).links == fast.links
