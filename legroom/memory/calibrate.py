@@ -24,6 +24,7 @@ STALLED = 0.02
 LINKS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
 """Shares of their rate at which links may turn out to be."""
 HALF = 0.5
+"""Share of a wait that the slowest of those have to tell, to be blamed for it."""
 MAX_CONTENTION = {"cuda": 0.15, "cpu": 2.0}
 """Most that a busy link can slow the compute beside it, as a share of the time it is busy.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import legroom
-from legroom.core.errors import BudgetError
+from legroom.core.errors import BudgetError, StepError
 from tests.torch.nets import Mlp, rows, stack
 from tests.torch.support import Rig, fitted, until_measured
 
@@ -326,3 +326,26 @@ def test_states_that_grow_are_measured() -> None:
             sizes += [m.peaks["device"] for m in kind.measurements[-1:]]
     grown = sum(p.nbytes for p in model.parameters())
     assert sizes[-1] - sizes[-2] == pytest.approx(grown, rel=0.01)
+
+
+class Prefixed(nn.Module):
+    """A weight that is joined to the rows in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix, self.layer = nn.Parameter(torch.randn(4, 64)), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(torch.cat([self.prefix, x]).exp()))[4:]
+
+
+def test_a_weight_in_a_list_that_was_changed_before_its_op_runs_again_is_told() -> None:
+    """By the block's name, as one that is an argument of its own."""
+    model, x = stack(Prefixed, 3), rows()
+    with fitted(model, "test_selective") as job, pytest.raises(StepError, match="was changed"):
+        for _ in range(6):
+            with job.step():
+                loss = model(x).pow(2).mean()
+                with torch.no_grad():
+                    model[1].prefix.mul_(0.5)
+                loss.backward()

@@ -87,7 +87,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_unchanged(self) -> bool:
         """Whether weights and whatever else came from outside of the block are as they were."""
-        refs = (x for call in self.calls for x in (*call.args, *call.kwargs.values()))
+        refs = (x for call in self.calls for x in _refs(call))
         return all(x.tensor._version == x.version for x in refs if type(x) is Kept)
 
     def close(self) -> bool:
@@ -246,10 +246,13 @@ def _results(result: Any, form: OpForm) -> Iterator[tuple[Tensor, int]]:
 def _numbers(call: Call) -> Iterator[int]:
     """Storages an op reads or makes."""
     yield from (n for n in call.form.storages if n >= 0)
+    yield from (one.storage for one in _refs(call) if type(one) is Made)
+
+
+def _refs(call: Call) -> Iterator[Any]:
+    """What stands for each argument, those in lists one by one."""
     for ref in (*call.args, *call.kwargs.values()):
-        for one in ref if type(ref) in (list, tuple) else (ref,):
-            if type(one) is Made:
-                yield one.storage
+        yield from ref if type(ref) in (list, tuple) else (ref,)
 
 
 def _written(call: Call) -> Iterator[Any]:
