@@ -1,8 +1,9 @@
 """Ahead of a run: what a job would take on a machine that need not be there."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +17,12 @@ from legroom.core.errors import InputError, StepError, UnknownName
 from legroom.core.outcome import Outcome
 from legroom.core.units import format_bytes, parse_bytes
 from legroom.machine.spec import Machine, find_machine
+from legroom.memory.fake import fake_device
+from legroom.memory.kinds import Made
 from legroom.memory.planner import make_plan
 from legroom.memory.profile import STATE_RULES, Capture, LossFn, capture_fake, stand_in_loss
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
-
-if TYPE_CHECKING:
-    from legroom.memory.workshop import Forecaster
 
 Budget = str | int | Mapping[str, str | int]
 CANNOT_FOLLOW = (
@@ -123,10 +123,30 @@ def fake_capture(
     return capture
 
 
-def forecaster(model: nn.Module, capture: Callable[..., Capture], machine: Machine) -> "Forecaster":
-    """Who knows the builds of a captured step, as forecast."""
-    from legroom.memory.workshop import Forecaster
+class Forecaster:
+    """Forecasts builds for a step on a machine that is not there, and chooses among them."""
 
+    def __init__(self, model: nn.Module, plain: Capture, machine: Machine) -> None:
+        from legroom.memory.workshop import Workshop  # which loads a compiler
+
+        self.plain, self.machine = plain, machine
+        self.workshop = Workshop(model, fake_device(machine))
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Take samples of the blocks while the step is captured with fake tensors."""
+        return self.workshop.sampling(self.plain.step)
+
+    def look(self) -> None:
+        """Forecast what builds of them will take."""
+        self.workshop.expect(self.plain.step, self.machine)
+
+    def made(self, budget: Mapping[str, int], policy: str) -> Made:
+        """The step in the builds that are best for a budget."""
+        return self.workshop.make(Made(self.plain), self.plain.step, self.machine, budget, policy)
+
+
+def forecaster(model: nn.Module, capture: Callable[..., Capture], machine: Machine) -> Forecaster:
+    """Who knows the builds of a captured step, as forecast."""
     made = Forecaster(model, capture(), machine)
     capture(visitor=made)
     return made

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
 from legroom.memory.builds import SAME, Build, Pace
 from legroom.memory.device import Meter
-from legroom.memory.fake import fake_device
 from legroom.memory.forecast import forecast, forecast_loss
 from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
@@ -29,7 +29,16 @@ from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import ROOT, Step
-from legroom.memory.trial import SHARES, Found, Subject, Way, build_ways, shares_by, try_all
+from legroom.memory.trial import (
+    SHARES,
+    Found,
+    Subject,
+    Way,
+    build_ways,
+    shares_by,
+    try_all,
+    worth_having,
+)
 from legroom.memory.whole import first_share, is_worth, next_share, with_whole
 from legroom.nn.head import Head, find_head
 
@@ -55,24 +64,15 @@ MANY = 32
 """Chunks to begin with where logits in full do not fit."""
 
 
-class Forecaster:
-    """Forecasts builds for a step on a machine that is not there, and chooses among them."""
+@dataclass
+class _Whole:
+    """A call of the model itself, and what was found out by trying builds of it."""
 
-    def __init__(self, model: nn.Module, plain: Capture, machine: Machine) -> None:
-        self.plain, self.machine = plain, machine
-        self.workshop = Workshop(model, fake_device(machine))
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Take samples of the blocks while the step is captured with fake tensors."""
-        return self.workshop.sampling(self.plain.step)
-
-    def look(self) -> None:
-        """Forecast what builds of them will take."""
-        self.workshop.expect(self.plain.step, self.machine)
-
-    def made(self, budget: Mapping[str, int], policy: str) -> Made:
-        """The step in the builds that are best for a budget."""
-        return self.workshop.make(Made(self.plain), self.plain.step, self.machine, budget, policy)
+    sample: Sample
+    found: Found = field(default_factory=list)
+    peaks: dict[float, int] = field(default_factory=dict)
+    """By the share that was kept, of the step."""
+    left_s: float = WHOLE_S
 
 
 class Workshop:
@@ -85,8 +85,7 @@ class Workshop:
         self._samples: dict[str, dict[int, Sample]] = {}
         """For each signature, a call of one block of each group."""
         self._tried: dict[str, Tried] = {}
-        self._models: dict[str, Sample] = {}
-        self._wholes: dict[str, Found] = {}
+        self._wholes: dict[str, _Whole] = {}
         """The same for the model itself."""
         self.head_path, self.head = _find_head(model, fused=self.compiler.backend == "inductor")
         self._losses: dict[str, Sample] = {}
@@ -104,7 +103,7 @@ class Workshop:
         samples = self._samples.setdefault(step.signature, {})
         if given is not None and self.head is None and self.device.type in WHOLE_ON:
             sample = Sample.take("the whole model", self.model, given, self.device)
-            self._models[step.signature] = sample
+            self._wholes[step.signature] = _Whole(sample)
         with contextlib.ExitStack() as stack:
             for block in step.blocks:
                 if block.call == 0:
@@ -158,15 +157,13 @@ class Workshop:
                 rank = _rank(made.step, machine, budget, policy)
                 if rank < best_rank:
                     best, best_rank = self._made(captured, made, tried), rank
-        sample = self._models.pop(like.signature, None)
-        able = not can_compile(self.model)
-        if able and is_worth(best.capture.step, capture.step.root, best_rank[0]):
+        whole = self._wholes.get(like.signature)
+        able = whole is not None and not can_compile(self.model)
+        if whole and able and is_worth(best.capture.step, capture.step.root, best_rank[0]):
             started = time.perf_counter()
-            if sample is not None:
-                found = self._try_whole(sample, Simulator(capture.step, machine), budget["device"])
-                self._wholes[like.signature] = found
+            self._try_whole(whole, Simulator(capture.step, machine), budget["device"])
             took_s += time.perf_counter() - started
-            for share, build in self._wholes.get(like.signature, ()):
+            for share, build in whole.found:
                 made = with_whole(capture.step, build.at(pace))
                 rank = _rank(made.step, machine, budget, policy)
                 if rank < best_rank:
@@ -238,12 +235,18 @@ class Workshop:
         step = msgspec.structs.replace(made.step, blocks=tuple(blocks))
         return Made(_with_forms(captured, made._replace(step=step)), Outfit(shares, chunks))
 
-    def _try_whole(self, sample: Sample, plain: Simulator, limit: int) -> Found:
-        """Builds of the model as one that about fit, the largest that does among them."""
+    def _try_whole(self, whole: "_Whole", plain: Simulator, limit: int) -> None:
+        """Have builds of the model as one that about fit, the largest that does among them.
+
+        Once there are some, more are made only where none of them fits what is left.
+        """
+        peaks, saved = whole.peaks, sum(plain.step.storages[s].num_bytes for s in plain.step.saves)
+        first = next_share(peaks, saved, limit) if peaks else first_share(plain, limit)
+        if first is None or whole.left_s <= 0 or any(peak <= limit for peak in peaks.values()):
+            return
 
         def ways(found: Found) -> Iterator[Way]:
-            share, peaks = first_share(plain, limit), dict[float, int]()
-            saved = sum(plain.step.storages[s].num_bytes for s in plain.step.saves)
+            share: float | None = first
             while share is not None:
                 log.info("compiling the model as one, to keep %.0f %%", 100 * share)
                 yield from build_ways(self.compiler, self.model, [share])
@@ -253,10 +256,12 @@ class Workshop:
                 peaks[share] = Simulator(made, plain.machine).shape([]).peak if made else over
                 share = next_share(peaks, saved, limit)
 
-        remember = self.compiler.backend == "inductor"
-        (found,) = try_all(self.model, self.device, [Subject(sample, ways)], WHOLE_S, remember)
-        _log(sample, found)
-        return found
+        started, remember = time.perf_counter(), self.compiler.backend == "inductor"
+        subjects = [Subject(whole.sample, ways)]
+        (found,) = try_all(self.model, self.device, subjects, whole.left_s, remember)
+        _log(whole.sample, found)
+        whole.found = worth_having([*whole.found, *found])
+        whole.left_s -= time.perf_counter() - started if found else whole.left_s
 
     def _tried_for(self, like: Step, need: float) -> Tried:
         """The builds of each block that was sampled, tried once for each signature.

@@ -272,3 +272,25 @@ def test_what_a_job_that_was_never_closed_left_goes_with_the_next() -> None:
     second.route(model)
     second.clear()
     assert "forward" not in model.__dict__
+
+
+def test_a_build_that_no_longer_fits_is_followed_by_a_smaller_one() -> None:
+    """Where the allocator turns out to need more room; and once one fits, nothing is compiled."""
+    model, x = Glued(), torch.randn(512, 64)
+    with fitted(model, "auto", compile="blocks", budget={"device": GIB, "host": GIB}) as job:
+        for _ in range(7):
+            with job.step():
+                loss_of(model, x).backward()
+            model.zero_grad()
+        kind, shop = job.current, job.workshop
+        assert kind is not None and kind.plan is not None and shop is not None
+        assert kind.outfit.shares == {"": 1.0}
+        (whole,) = shop._wholes.values()
+        small = dict(job.budget) | {"device": kind.plan.predicted.device_bytes - 200_000}
+        shop.remake(kind, job.machine, small, "auto")
+        (share,) = kind.outfit.shares.values()
+        assert share < 1.0 and whole.peaks[share] <= small["device"]
+        tried = dict(whole.peaks)
+        shop.remake(kind, job.machine, small, "auto")
+        shop.remake(kind, job.machine, dict(job.budget), "auto")
+        assert whole.peaks == tried
