@@ -71,6 +71,8 @@ LARGEST = "eager,checkpoint,selective,compile-0.1,blocks-0.0,legroom,legroom-eag
 COMPILED = ("compile", "blocks", "offload-compiled")
 FIRST_BATCH = {"llama-1b": 4, "resnet152": 64}
 WITHOUT_ATTENTION = ("resnet152", "unet-512")
+AHEAD_STEPS = 5
+"""Warm steps of a case that is only to be compiled: legroom tries builds in its third."""
 PEER_WARM = 10
 """Warm steps of a peer, at most: it has nothing to learn from more."""
 ANSWERS = ("OutOfMemoryError", "BudgetError")
@@ -233,8 +235,10 @@ def answers(row: Row) -> bool:
     return any(row["error"].startswith(kind) for kind in ANSWERS)
 
 
-def start(case: Case, args: argparse.Namespace, steps: int, warm: int) -> Child:
-    """A process for one case, which loads its libraries and waits."""
+def start(
+    case: Case, args: argparse.Namespace, steps: int, warm: int, untimed: bool = False
+) -> Child:
+    """A process for one case, which loads its libraries and waits; untimed, others run beside."""
     options = ["--case-model", case.model, "--case-tool", case.tool, "--cap", str(case.cap_gib)]
     options += ["--batch", str(case.batch), "--steps", str(steps), "--warm", str(warm)]
     options += ["--tiny"] if args.tiny else []
@@ -242,6 +246,8 @@ def start(case: Case, args: argparse.Namespace, steps: int, warm: int) -> Child:
     env = {}
     if args.cold or args.ahead:
         env["TORCHINDUCTOR_CACHE_DIR"] = f"{args.scratch}/{case.name if args.cold else case.model}"
+    if untimed:  # what legroom measures in its trials is not for others
+        env["XDG_CACHE_HOME"] = f"{args.scratch}/untimed"
     if case.tool not in OURS:  # what wastes least; legroom sets it by itself
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return Child(__file__, options, env)
@@ -285,15 +291,22 @@ def fill(args: argparse.Namespace, results: Results) -> None:
 
 
 def compile_ahead(model: str, args: argparse.Namespace, results: Results) -> set[Case]:
-    """Have the compiler make what peers will find in its cache, several at a time.
+    """Have the compiler make what cases will find in its cache, several at a time.
 
-    Which kernel is the fastest they find out each for itself, when the device is theirs alone.
+    Which kernel is the fastest they find out each for itself, when the device is theirs alone; so
+    do legroom's trials, of which one case has all that matter compiled.
     """
-    tools = [t for t in tools_of(args.tools) if t.startswith(COMPILED) and t not in OURS]
+    tools = [t for t in tools_of(args.tools) if t.startswith(COMPILED) or t == "legroom"]
     found = (case for tool in tools for case in cases_of(model, tool, args, results.rows))
     cases = [c for c in found if args.fresh or not done(results.rows.get(c.name))]
+    ours = [c for c in cases if c.tool in OURS]
+    first = [c for c in cases if c.tool not in OURS] + ours[len(ours) // 2 :][:1]
+
+    def compile_case(case: Case) -> None:
+        start(case, args, steps=1, warm=AHEAD_STEPS, untimed=True).row(args.timeout)
+
     with ThreadPoolExecutor(args.ahead) as pool:
-        list(pool.map(lambda case: start(case, args, steps=1, warm=1).row(args.timeout), cases))
+        list(pool.map(compile_case, first))
     for choice in Path(args.scratch).rglob("*.best_config"):
         choice.unlink()
     return set(cases)
@@ -373,7 +386,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--caps", default="", help="for legroom: GiB, or 50%% of eager's peak")
     add_arguments(parser)
     parser.add_argument("--cold", action="store_true", help="compile each case from nothing")
-    parser.add_argument("--ahead", type=int, default=0, help="peers to compile at a time, untimed")
+    parser.add_argument("--ahead", type=int, default=0, help="cases to compile at a time, untimed")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--fresh", action="store_true", help="run cases again that were run before")
     again.add_argument("--skip-done", action="store_false", dest="fresh", help="do not (default)")
