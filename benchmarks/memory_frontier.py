@@ -294,19 +294,17 @@ def compile_ahead(model: str, args: argparse.Namespace, results: Results) -> set
     """Have the compiler make what cases will find in its cache, several at a time.
 
     Which kernel is the fastest they find out each for itself, when the device is theirs alone; so
-    do legroom's trials, of which one case has all that matter compiled.
+    do legroom's trials.
     """
     tools = [t for t in tools_of(args.tools) if t.startswith(COMPILED) or t == "legroom"]
     found = (case for tool in tools for case in cases_of(model, tool, args, results.rows))
     cases = [c for c in found if args.fresh or not done(results.rows.get(c.name))]
-    ours = [c for c in cases if c.tool in OURS]
-    first = [c for c in cases if c.tool not in OURS] + ours[len(ours) // 2 :][:1]
 
     def compile_case(case: Case) -> None:
         start(case, args, steps=1, warm=AHEAD_STEPS, untimed=True).row(args.timeout)
 
     with ThreadPoolExecutor(args.ahead) as pool:
-        list(pool.map(compile_case, first))
+        list(pool.map(compile_case, cases))
     for choice in Path(args.scratch).rglob("*.best_config"):
         choice.unlink()
     return set(cases)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 from legroom.machine.spec import Machine
@@ -29,6 +30,13 @@ def fake_weights(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """A fake tensor for each parameter and buffer."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: _fake_like(t, device) for name, t in tensors}
+
+
+def with_weights(
+    model: nn.Module, weights: dict[str, Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """Other tensors in place of a model's parameters and buffers, tied as those are."""
+    return _reparametrize_module(model, weights, tie_weights=True, stack_weights=True)
 
 
 def _fake_like(tensor: Tensor, device: torch.device) -> Tensor:

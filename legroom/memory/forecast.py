@@ -5,10 +5,11 @@ compiler makes of such a graph is then guessed: ops with arithmetic of note are 
 own, everything between two of them runs as one, and only what leaves such a kernel lies in memory.
 """
 
+import contextlib
 import copy
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +17,21 @@ import torch._inductor.lowering  # decompositions look for it
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from legroom.core.errors import forget_frames, in_short
 from legroom.machine.spec import Machine
 from legroom.memory.builds import GIVEN, OWN, RESULT, Build, Save
+from legroom.memory.fake import fake_weights, with_weights
 from legroom.memory.mechanisms.compiled import Partitioner
+from legroom.memory.mechanisms.recompute import undrawn
 from legroom.memory.ops import count_flops, is_silent
 from legroom.memory.roofline import op_time
 from legroom.memory.sample import Sample
 from legroom.memory.saved import SMALL_BYTES
-from legroom.memory.trial import worth_having
+from legroom.memory.trial import Found, worth_having
 
 JOINED = {
     *("sum", "mean", "amax", "amin", "var_mean", "var", "any", "all", "argmax", "prod"),
@@ -37,6 +40,10 @@ JOINED = {
 """Ops that are not pointwise, or not said to be, and still run in one kernel with those."""
 SPARSE = {"embedding", "gather", "index", "index_select"}
 """Ops that read no more than they write."""
+
+
+Shares = Sequence[float] | Callable[[Found], Iterable[float]]
+"""What to forecast, or a function of what was, which grows meanwhile."""
 
 
 class _Cut(Exception):
@@ -53,9 +60,7 @@ class _Halves(NamedTuple):
     """Of forward, before what it saves."""
 
 
-def forecast(
-    sample: Sample, shares: Sequence[float], machine: Machine
-) -> list[tuple[float, Build]]:
+def forecast(sample: Sample, shares: Shares, machine: Machine) -> Found:
     """The builds worth having of a block, in the fake mode that the sample was taken in.
 
     None of one that cannot be traced, which is named in a warning.
@@ -63,7 +68,7 @@ def forecast(
     why = "recurrent layers are not compiled"
     if not any(isinstance(m, nn.RNNBase) for m in sample.module.modules()):
         try:
-            return worth_having(list(_forecasts(sample, shares, machine)))
+            return worth_having(_forecasts(sample, shares, machine))
         except Exception as error:  # whatever tracing a model may raise
             why = in_short(error)
             forget_frames(error)
@@ -71,9 +76,17 @@ def forecast(
     return []
 
 
+def foresee(sample: Sample, shares: Shares, machine: Machine, device: torch.device) -> Found:
+    """The same of a call that was sampled with real tensors."""
+    with undrawn(device), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        weights = fake_weights(sample.module, device)
+        with mode, with_weights(sample.module, weights):
+            return forecast(sample, shares, machine)
+
+
 def forecast_loss(
     sample: Sample, head: nn.Linear, ways: Iterable[tuple[int, str]], machine: Machine
-) -> list[tuple[float, Build]]:
+) -> Found:
     """The loss of a language model, in these numbers of chunks: three products for each chunk.
 
     Between them one kernel makes gradients of logits in their place; those of the hidden states
@@ -109,43 +122,41 @@ def _cast_dtype(sample: Sample, dtype: torch.dtype) -> torch.dtype:
     return casts[0] if casts and dtype == torch.float32 else dtype
 
 
-def _forecasts(
-    sample: Sample, shares: Sequence[float], machine: Machine
-) -> Iterator[tuple[float, Build]]:
+def _forecasts(sample: Sample, shares: Shares, machine: Machine) -> Found:
     leaves, tree = tree_flatten(sample.inputs())
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     weights = dict((*sample.module.named_parameters(), *sample.module.named_buffers()))
-    halves: list[_Halves] = []
+    found: Found = []
     wanted: list[bool] = []
 
     def run(*flat: Tensor) -> list[Tensor]:
         held, given = flat[: len(weights)], iter(flat[len(weights) :])
         filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(filled, tree)
-        named = dict(zip(weights, held, strict=True))
-        with _reparametrize_module(sample.module, named, tie_weights=True, stack_weights=True):
+        with with_weights(sample.module, dict(zip(weights, held, strict=True))):
             out = sample.module.forward(*args, **kwargs)
-        found = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        wanted[:] = [x.requires_grad for x in found]
-        return found
+        tensors_out = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        wanted[:] = [x.requires_grad for x in tensors_out]
+        return tensors_out
 
     def cut(joint: Any, inputs: Any, **kwargs: Any) -> Any:
-        for share in shares:
+        for share in shares(found) if callable(shares) else shares:
             there, back = Partitioner(share)(copy.deepcopy(joint), inputs, **kwargs)
-            halves.append(_Halves(share, there.graph, back.graph, kwargs["num_fwd_outputs"]))
+            halves = _Halves(share, there.graph, back.graph, kwargs["num_fwd_outputs"])
+            found.append((share, _build(halves, len(weights), wanted, machine)))
         raise _Cut
 
     traced = aot_function(
         run, fw_compiler=_never, partition_fn=cut, decompositions=select_decomp_table()
     )
-    try:
-        with sample.casting(), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own
-            traced(*weights.values(), *tensors)
-    except _Cut:
-        pass
-    for one in halves:
-        yield one.share, _build(one, len(weights), wanted, machine)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(_Cut))
+        stack.enter_context(sample.casting())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of torch's own
+        traced(*weights.values(), *tensors)
+    return found
 
 
 def _never(gm: Any, example_inputs: Any) -> Any:

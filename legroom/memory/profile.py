@@ -11,7 +11,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from legroom.core.errors import LegroomError, StepError, forget_frames, in_short
@@ -25,6 +24,7 @@ from legroom.memory.fake import (
     fake_input,
     fake_weights,
     run_small_for_real,
+    with_weights,
 )
 from legroom.memory.mechanisms.attributes import attributes_kept
 from legroom.memory.mechanisms.recompute import undrawn
@@ -98,8 +98,7 @@ def capture_fake(
         weights = fake_weights(model, device)
         inputs = tree_map(lambda x: fake_input(x, device) if isinstance(x, Tensor) else x, batch)
         kept = attributes_kept(model.modules())
-        faked = _reparametrize_module(model, weights, tie_weights=True, stack_weights=True)
-        with kept, mode, faked:
+        with kept, mode, with_weights(model, weights):
             recorder = Recorder(model, device, run=run_small_for_real)
             watching = visitor.watching() if visitor else nullcontext()
             with watching, fake_hooks(recorder), recorder.watch_modules(), recorder:

@@ -21,7 +21,7 @@ GLUE = 0.06
 """Share of a step in builds that ops between them take, if the model may do better as one."""
 LATE = 0.5
 """Share of a step that its host is busy, likewise."""
-LEAST = 0.5
+LEAST = 0.2
 """Where a build of the whole could keep no more than this, moves and mixes do better."""
 GRAIN = 0.05
 """Shares that are tried differ by this much, at the least."""

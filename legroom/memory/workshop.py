@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine
 from legroom.memory.builds import SAME, Build, Pace
 from legroom.memory.device import Meter
+from legroom.memory.fitting import Whole
 from legroom.memory.forecast import forecast, forecast_loss
 from legroom.memory.kinds import Kind, Made, Outfit, rescaled
 from legroom.memory.losshead import CALL, with_head
@@ -29,17 +29,8 @@ from legroom.memory.rebuild import Rebuilt
 from legroom.memory.sample import Sample
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import ROOT, Step
-from legroom.memory.trial import (
-    SHARES,
-    Found,
-    Subject,
-    Way,
-    build_ways,
-    shares_by,
-    try_all,
-    worth_having,
-)
-from legroom.memory.whole import first_share, is_worth, next_share, with_whole
+from legroom.memory.trial import SHARES, Found, Subject, build_ways, shares_by, try_all
+from legroom.memory.whole import is_worth, with_whole
 from legroom.nn.head import Head, find_head
 
 log = logging.getLogger("legroom")
@@ -47,9 +38,8 @@ Tried = dict[tuple[str, int], Found]
 """By module and call, the builds of a block with their shares."""
 Rank = tuple[float, int]
 """Step time under a plan; without one, how many bytes are missing for it."""
-TRIAL_S, WHOLE_S = 60.0, 100.0
-"""Time to try builds of blocks, and of the model as one; what was not tried by then stays as it is.
-"""
+TRIAL_S = 60.0
+"""Time to try builds of blocks; what was not tried by then stays as it is."""
 WHOLE_ON = ("cuda",)
 """Devices that ops wait for: there it pays to launch fewer."""
 CHUNKS = (8, 1, 32, 4, 16, 2)
@@ -64,17 +54,6 @@ MANY = 32
 """Chunks to begin with where logits in full do not fit."""
 
 
-@dataclass
-class _Whole:
-    """A call of the model itself, and what was found out by trying builds of it."""
-
-    sample: Sample
-    found: Found = field(default_factory=list)
-    peaks: dict[float, int] = field(default_factory=dict)
-    """By the share that was kept, of the step."""
-    left_s: float = WHOLE_S
-
-
 class Workshop:
     """Tries builds of a model's blocks, chooses among them, and puts them in place."""
 
@@ -85,7 +64,7 @@ class Workshop:
         self._samples: dict[str, dict[int, Sample]] = {}
         """For each signature, a call of one block of each group."""
         self._tried: dict[str, Tried] = {}
-        self._wholes: dict[str, _Whole] = {}
+        self._wholes: dict[str, Whole] = {}
         """The same for the model itself."""
         self.head_path, self.head = _find_head(model, fused=self.compiler.backend == "inductor")
         self._losses: dict[str, Sample] = {}
@@ -103,7 +82,7 @@ class Workshop:
         samples = self._samples.setdefault(step.signature, {})
         if given is not None and self.head is None and self.device.type in WHOLE_ON:
             sample = Sample.take("the whole model", self.model, given, self.device)
-            self._wholes[step.signature] = _Whole(sample)
+            self._wholes[step.signature] = Whole(self.model, self.device, sample)
         with contextlib.ExitStack() as stack:
             for block in step.blocks:
                 if block.call == 0:
@@ -161,8 +140,9 @@ class Workshop:
         able = whole is not None and not can_compile(self.model)
         if whole and able and is_worth(best.capture.step, capture.step.root, best_rank[0]):
             started = time.perf_counter()
-            self._try_whole(whole, Simulator(capture.step, machine), budget["device"])
+            whole.try_builds(self.compiler, Simulator(capture.step, machine), budget["device"])
             took_s += time.perf_counter() - started
+            _log(whole.sample, whole.found)
             for share, build in whole.found:
                 made = with_whole(capture.step, build.at(pace))
                 rank = _rank(made.step, machine, budget, policy)
@@ -234,34 +214,6 @@ class Workshop:
             blocks.append(block)
         step = msgspec.structs.replace(made.step, blocks=tuple(blocks))
         return Made(_with_forms(captured, made._replace(step=step)), Outfit(shares, chunks))
-
-    def _try_whole(self, whole: "_Whole", plain: Simulator, limit: int) -> None:
-        """Have builds of the model as one that about fit, the largest that does among them.
-
-        Once there are some, more are made only where none of them fits what is left.
-        """
-        peaks, saved = whole.peaks, sum(plain.step.storages[s].num_bytes for s in plain.step.saves)
-        first = next_share(peaks, saved, limit) if peaks else first_share(plain, limit)
-        if first is None or whole.left_s <= 0 or any(peak <= limit for peak in peaks.values()):
-            return
-
-        def ways(found: Found) -> Iterator[Way]:
-            share: float | None = first
-            while share is not None:
-                log.info("compiling the model as one, to keep %.0f %%", 100 * share)
-                yield from build_ways(self.compiler, self.model, [share])
-                build = dict(found).get(share)
-                made = with_whole(plain.step, build).step if build is not None else None
-                over = limit + saved  # it did not even run
-                peaks[share] = Simulator(made, plain.machine).shape([]).peak if made else over
-                share = next_share(peaks, saved, limit)
-
-        started, remember = time.perf_counter(), self.compiler.backend == "inductor"
-        subjects = [Subject(whole.sample, ways)]
-        (found,) = try_all(self.model, self.device, subjects, whole.left_s, remember)
-        _log(whole.sample, found)
-        whole.found = worth_having([*whole.found, *found])
-        whole.left_s -= time.perf_counter() - started if found else whole.left_s
 
     def _tried_for(self, like: Step, need: float) -> Tried:
         """The builds of each block that was sampled, tried once for each signature.

@@ -22,6 +22,7 @@ MAY_IMPORT_TORCH = (
     "legroom/memory/assemble.py",
     "legroom/memory/device.py",
     "legroom/memory/fake.py",
+    "legroom/memory/fitting.py",
     "legroom/memory/forecast.py",
     "legroom/memory/history.py",
     "legroom/memory/layout.py",

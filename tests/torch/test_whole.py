@@ -286,6 +286,7 @@ def test_a_build_that_no_longer_fits_is_followed_by_a_smaller_one() -> None:
         assert kind is not None and kind.plan is not None and shop is not None
         assert kind.outfit.shares == {"": 1.0}
         (whole,) = shop._wholes.values()
+        assert whole.foreseen == pytest.approx(whole.peaks, rel=0.02)
         small = dict(job.budget) | {"device": kind.plan.predicted.device_bytes - 200_000}
         shop.remake(kind, job.machine, small, "auto")
         (share,) = kind.outfit.shares.values()
