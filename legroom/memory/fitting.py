@@ -17,6 +17,7 @@ from torch import nn
 from legroom.memory.builds import Build
 from legroom.memory.forecast import foresee
 from legroom.memory.mechanisms.compiled import Compiler
+from legroom.memory.memo import Memo
 from legroom.memory.sample import Sample
 from legroom.memory.simulate import Simulator
 from legroom.memory.trial import Found, Subject, Way, build_ways, try_all, worth_having
@@ -27,8 +28,6 @@ WHOLE_S = 150.0
 """Time to try builds of the model as one; one that was begun is made."""
 MOST_BUILDS = 3
 """For one limit: where they take more than forecast, smaller ones follow."""
-APART = 0.01
-"""Share of a limit that the next one is smaller by, at the least."""
 
 
 @dataclass
@@ -43,6 +42,7 @@ class Whole:
     peaks: dict[float, int] = field(default_factory=dict)
     """Of steps, by the share that is kept: as forecast, and as measured."""
     left_s: float = WHOLE_S
+    memo: Memo = field(default_factory=lambda: Memo(None))
 
     def try_builds(self, compiler: Compiler, plain: Simulator, limit: int) -> None:
         """Have a build that fits a limit, and keeps about as much as can be.
@@ -52,6 +52,7 @@ class Whole:
         if self.left_s <= 0 or any(peak <= limit for peak in self.peaks.values()):
             return
         started, remember = time.perf_counter(), compiler.backend == "inductor"
+        self.memo = Memo.of(self.sample, self.device) if remember else self.memo
         subjects = [Subject(self.sample, partial(self._ways, compiler, plain, limit))]
         (found,) = try_all(self.model, self.device, subjects, self.left_s, remember)
         self.found = worth_having([*self.found, *found])
@@ -60,38 +61,45 @@ class Whole:
     def _ways(
         self, compiler: Compiler, plain: Simulator, limit: int, found: Found
     ) -> Iterator[Way]:
-        allowed = limit
         for _ in range(MOST_BUILDS):
-            share = self._share(plain, allowed)
+            share = self._share(plain, limit)
             if share is None or share in self.peaks:
                 return
             log.info("compiling the model as one, to keep %.0f %%", 100 * share)
             yield from build_ways(compiler, self.model, [share])
             build = dict(found).get(share)
-            self.peaks[share] = peak = _peak(plain, build) if build is not None else 2 * limit
-            if peak <= limit:
+            self.peaks[share] = _peak(plain, build) if build is not None else 2 * limit
+            if self.peaks[share] <= limit:
                 return
-            more = peak - self.foreseen[share] if share in self.foreseen and build else 0
-            allowed = limit - max(more, int(APART * limit), limit - allowed)
 
     def _share(self, plain: Simulator, limit: int) -> float | None:
-        """The largest that is forecast to fit; one that may, of a model that cannot be followed."""
+        """The largest that should fit; one that may, of a model that cannot be followed."""
         first = first_share(plain, limit)
+        both = self.peaks.keys() & self.foreseen.keys()
+        limit -= max((self.peaks[share] - self.foreseen[share] for share in both), default=0)
         saved = sum(plain.step.storages[s].num_bytes for s in plain.step.saves)
 
-        def shares(found: Found) -> Iterator[float]:
-            share = next_share(self.foreseen, saved, limit) if self.foreseen else first
-            while share is not None:
-                yield share
-                self.foreseen[share] = _peak(plain, found[-1][1])
-                share = next_share(self.foreseen, saved, limit)
+        def following() -> float | None:
+            return next_share(self.foreseen, saved, limit) if self.foreseen else first
 
-        if first is None:
-            return None
-        if not any(peak <= limit for peak in self.foreseen.values()):
-            foresee(self.sample, shares, plain.machine, self.device)
+        def shares(found: Found) -> Iterator[float]:
+            while (share := following()) is not None:
+                yield share
+                self.memo.put(_forecast_name(share), found[-1][1])
+                self.foreseen[share] = _peak(plain, found[-1][1])
+
+        while (share := following()) is not None:
+            build = self.memo.get(_forecast_name(share))
+            if build is None:
+                foresee(self.sample, shares, plain.machine, self.device)
+                break
+            self.foreseen[share] = _peak(plain, build)
         fitting = (share for share, peak in self.foreseen.items() if peak <= limit)
         return max(fitting, default=None) if self.foreseen else first
+
+
+def _forecast_name(share: float) -> str:
+    return f"forecast: keep {share:.0%}"
 
 
 def _peak(plain: Simulator, build: Build) -> int:

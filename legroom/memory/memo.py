@@ -32,10 +32,7 @@ class Memo:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._known: dict[str, Build] = {}
-        if path is not None and path.exists():
-            with contextlib.suppress(OSError, msgspec.MsgspecError):  # damaged: tried anew
-                self._known = msgspec.json.decode(path.read_bytes(), type=dict[str, Build])
+        self._known = self._read()
 
     @classmethod
     def of(cls, sample: Sample, device: torch.device) -> "Memo":
@@ -46,13 +43,19 @@ class Memo:
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         return cls(cache_dir() / "builds" / f"{name}.json")
 
+    def _read(self) -> dict[str, Build]:
+        if self.path is not None and self.path.exists():
+            with contextlib.suppress(OSError, msgspec.MsgspecError):  # damaged: tried anew
+                return msgspec.json.decode(self.path.read_bytes(), type=dict[str, Build])
+        return {}
+
     def get(self, name: str) -> Build | None:
         """What was measured of a build before."""
         return self._known.get(name)
 
     def put(self, name: str, build: Build) -> None:
         """Keep what was measured; a cache that cannot be written costs the next process a trial."""
-        self._known[name] = build
+        self._known = self._read() | self._known | {name: build}  # others may write it, too
         if self.path is None:
             return
         with contextlib.suppress(OSError):

@@ -47,7 +47,10 @@ CHUNKS = (8, 1, 32, 4, 16, 2)
 LOGITS = 8
 """Bytes for each of them that a loss in full holds, at the least."""
 GAPS = (1.0, 0.5, 0.25)
-"""Shares of the largest tensor inside of compiled blocks that are left to the allocator, if any."""
+"""Shares of the largest tensor inside of compiled blocks that are left to the allocator, if any.
+
+A whole model has the device for itself, and leaves smaller gaps: not the first of them.
+"""
 TIMID = 1.1
 """An eager step may take so many times as long as one in builds that no such room is left for."""
 MANY = 32
@@ -168,7 +171,8 @@ class Workshop:
         best = make(meter.usable(budget))
         kind.wear(best)
         slack = meter.slack
-        for share in GAPS if best.outfit.shares else ():
+        gaps = GAPS[1:] if ROOT in best.outfit.shares else GAPS
+        for share in gaps if best.outfit.shares else ():
             if not meter.leave(int(share * kind.unseen_bytes), budget["device"]):
                 return
             made = make(meter.usable(budget))

@@ -74,3 +74,12 @@ def test_a_damaged_file_is_tried_anew() -> None:
     path.write_text("not json")
     assert [share for share, _ in found(one)]
     assert len(Memo.of(one, CPU)._known) == 2 and first
+
+
+def test_two_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    first, second = (Memo(tmp_path / "block.json") for _ in range(2))
+    build = Build("keep 50%", 1.0, 2.0, 0, 0, (), (), ())
+    first.put("forecast", build)
+    second.put("keep 50%", build)
+    both = Memo(tmp_path / "block.json")
+    assert both.get("forecast") == both.get("keep 50%") == build

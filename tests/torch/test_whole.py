@@ -4,13 +4,15 @@ import copy
 import inspect
 import io
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import legroom.memory.fitting as fitting
 import legroom.memory.workshop as workshop
 from legroom.memory.builds import OWN, Build, Save
 from legroom.memory.mechanisms import compiled
@@ -295,3 +297,35 @@ def test_a_build_that_no_longer_fits_is_followed_by_a_smaller_one() -> None:
         shop.remake(kind, job.machine, small, "auto")
         shop.remake(kind, job.machine, dict(job.budget), "auto")
         assert whole.peaks == tried
+
+
+@pytest.mark.parametrize("limit, share", [(100, 0.9), (60, 0.5), (25, None)])
+def test_what_takes_more_than_forecast_is_followed_by_less(
+    monkeypatch: pytest.MonkeyPatch, limit: int, share: float | None
+) -> None:
+    """Peaks are off by 7 of 100; one build finds that out, and the next one fits."""
+    compiled_shares: list[float] = []
+
+    def foresee(sample: Any, shares: Any, *_: Any) -> None:
+        found: Any = []
+        for one in shares(found):
+            found.append((one, BUILD._replace(name=f"{100 * one:.0f}")))
+            assert len(found) <= MOST
+
+    def try_all(model: Any, device: Any, subjects: Any, *_: Any) -> Any:
+        found: Any = []
+        for one, _name, _forward in subjects[0].ways(found):
+            compiled_shares.append(one)
+            found.append((one, BUILD._replace(name=f"{100 * one + 7:.0f}")))
+        return [found]
+
+    monkeypatch.setattr(fitting, "foresee", foresee)
+    monkeypatch.setattr(fitting, "try_all", try_all)
+    monkeypatch.setattr(fitting, "_peak", lambda plain, build: int(build.name))
+    monkeypatch.setattr(fitting, "first_share", lambda plain, limit: 0.7 if limit > 30 else None)
+    step = SimpleNamespace(saves=[0], storages=[SimpleNamespace(num_bytes=70)])
+    plain: Any = SimpleNamespace(step=step, machine=None)
+    whole = fitting.Whole(Glued(), torch.device("cpu"), cast("Any", None))
+    whole.try_builds(Compiler("eager"), plain, limit)
+    fits = [one for one, peak in whole.peaks.items() if peak <= limit]
+    assert (max(fits) if fits else None) == share and len(compiled_shares) <= 2
