@@ -1,5 +1,7 @@
 """The public functions for a job that runs: fit and verify."""
 
+import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,7 +128,8 @@ def fit(
     """Make a model's training steps keep a memory budget.
 
     `budget` is the most bytes the device may hold at any moment: "16GiB", an int, "auto" for what
-    the card has, or a mapping by tier ("device", "host", "disk"). Use the job around each step:
+    the card has, or a mapping by tier ("device", "host", "disk"; and "pinned" for how much of the
+    host's memory may be pinned, as it is where tensors are moved to). Use the job around each step:
 
         job = legroom.fit(model, optimizer, budget="16GiB")
         for batch in loader:
@@ -220,23 +223,36 @@ def read_budget(
 ) -> dict[str, int]:
     """Bytes per tier; raises InputError for a budget larger than the device."""
     given = dict(budget) if isinstance(budget, Mapping) else {"device": budget}
-    unknown = set(given) - {"device", "host", "disk"}
+    unknown = set(given) - {"device", "pinned", "host", "disk"}
     if unknown or "device" not in given:
         names = ", ".join(repr(name) for name in given) or "nothing"
-        raise InputError(f"a budget names 'device', and may name 'host' and 'disk'; got {names}")
-    size = device_bytes(device)
+        raise InputError(
+            f"a budget names 'device', and may name 'pinned', 'host' and 'disk'; got {names}"
+        )
     limits = _default_limits(machine, device, disk_dir)
     for tier, value in given.items():
         if tier == "device" and value == "auto":
-            limits["device"] = size - _reserve(device)
+            limits["device"] = device_bytes(device) - _reserve(device)
             continue
         limits[tier] = parse_bytes(value, or_none=tier != "device")
-    if limits["device"] > size:
-        raise InputError(
-            f"the budget of {format_bytes(limits['device'])} is larger than the device, "
-            f"which has {format_bytes(size)}"
-        )
+    for tier, size in _sizes(device, disk_dir).items():
+        if limits.get(tier, 0) > size:
+            raise InputError(
+                f"the {tier} budget of {format_bytes(limits[tier])} is larger than the {tier}, "
+                f"which has {format_bytes(size)}"
+            )
+    if "pinned" in limits:  # what goes to the host goes to pinned memory
+        pinned = limits.pop("pinned")
+        limits["host"] = min(limits.get("host", pinned), pinned)
     return limits
+
+
+def _sizes(device: torch.device, disk_dir: str | None) -> dict[str, int]:
+    """What there is of each tier in all."""
+    directory = Path(disk_dir or tempfile.gettempdir())
+    sizes = {"device": device_bytes(device), "host": int(psutil.virtual_memory().total)}
+    sizes["pinned"] = sizes["host"]
+    return sizes | ({"disk": shutil.disk_usage(directory).total} if directory.is_dir() else {})
 
 
 def device_bytes(device: torch.device) -> int:

@@ -21,6 +21,7 @@ from legroom.cli.options import (
     PerfettoPath,
     PolicyName,
     Sizes,
+    check_folders,
     read_budget,
     read_sizes,
 )
@@ -90,10 +91,11 @@ def fit(
         raise InputError("--frontier plans for one budget after the other: leave --budget out")
     if show_frontier:
         return frontier_answer(job, machine, policy, optimizer, read_sizes(sizes), compile_what)
+    files = {"page": page, "perfetto": perfetto, "plan": save_plan, "trace": save_trace}
+    check_folders(files.values())
     target = pick_device(device)
     example = build(job, target, read_sizes(sizes))
     training = Training(example, make_optimizer(optimizer, example.model), target)
-    files = {"page": page, "perfetto": perfetto, "plan": save_plan, "trace": save_trace}
     with legroom.fit(
         example.model,
         training.optimizer,

@@ -1,6 +1,7 @@
 """Options that several verbs share, and how their texts are read."""
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,6 +88,13 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def check_folders(files: Iterable[Path | None]) -> None:
+    """Raise InputError for a file that could not be written, before any work is done for it."""
+    for path in files:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"there is no folder {path.parent} to write {path.name} to")
 
 
 def read_budget(text: str) -> str | dict[str, str]:

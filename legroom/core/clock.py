@@ -72,7 +72,7 @@ class Traffic:
 
     def _begin_ready(self) -> None:
         """Start the first transfer of each road that has nothing more to wait for."""
-        for line in list(self._waiting):
+        for line in self._waiting.copy():
             head = line.queue[0]
             if head.after is None or head.after.done_s >= 0:
                 self._waiting.remove(line)
@@ -81,20 +81,29 @@ class Traffic:
 
     def _flow(self, until_s: float) -> None:
         """Move to the next completion, or to `until_s` if that comes first."""
-        rates = [self._rate(line) for line in self._busy]
-        step = until_s - self.now_s
-        for line, rate in zip(self._busy, rates, strict=True):
-            step = min(step, line.wait_s + line.queue[0].left / rate)
-        self.now_s += step
-        for line, rate in zip(list(self._busy), rates, strict=True):
-            self._serve(line, rate, step)
-        self._begin_ready()
+        busy, step = self._busy, until_s - self.now_s
+        if len(busy) == 1:  # most of the time
+            line = busy[0]
+            step = min(step, line.wait_s + line.queue[0].left / line.rate)
+            self.now_s += step
+            self._serve(line, line.rate, step)
+        else:
+            rates = [self._rate(line) for line in busy]
+            for line, rate in zip(busy, rates, strict=True):
+                step = min(step, line.wait_s + line.queue[0].left / rate)
+            self.now_s += step
+            for line, rate in zip(busy.copy(), rates, strict=True):
+                self._serve(line, rate, step)
+        if self._waiting:
+            self._begin_ready()
 
     def _serve(self, line: Road, rate: float, step: float) -> None:
-        waited = min(line.wait_s, step)
-        line.wait_s -= waited
+        if line.wait_s:
+            waited = min(line.wait_s, step)
+            line.wait_s -= waited
+            step -= waited
         head = line.queue[0]
-        head.left -= (step - waited) * rate
+        head.left -= step * rate
         if head.left < 0.5:
             head.done_s = self.now_s
             line.queue.popleft()

@@ -1,9 +1,10 @@
 """What came of a plan, predicted or measured: peaks, times, stalls, bytes."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
+from legroom.core.errors import RecordError
 from legroom.core.files import Record
 
 
@@ -43,6 +44,16 @@ class Outcome(Record, frozen=True, kw_only=True):
     """The op at the device's peak, with its module."""
     peak_parts: dict[str, int] = {}
     """What makes the device's peak: bytes by kind, or by tensor name."""
+
+    def check(self) -> Self:
+        """The device's peak is named, and no time or size is below zero."""
+        if "device" not in self.peak_bytes:
+            raise RecordError("outcome: the peaks must name the device tier")
+        times = (self.step_s, self.compute_s, self.stall_s, self.recompute_s)
+        sizes = (*self.peak_bytes.values(), *self.moved_bytes.values())
+        if not all(x >= 0 for x in (*times, *sizes)):
+            raise RecordError("outcome: a time or size is below zero")
+        return self
 
     @property
     def device_bytes(self) -> int:

@@ -26,7 +26,7 @@ from legroom.memory.device import Meter, check_device, make_meter
 from legroom.memory.escape import check_real
 from legroom.memory.host import BOLD, CAUTION, GAIN
 from legroom.memory.kinds import Kind, Outfit
-from legroom.memory.measure import measure
+from legroom.memory.measure import early_peak, measure
 from legroom.memory.mechanisms.hooks import Live
 from legroom.memory.mechanisms.states import StateKeeper
 from legroom.memory.online import make_evictor
@@ -45,7 +45,7 @@ from legroom.memory.profile import (
     with_others,
 )
 from legroom.memory.recorder import Recorder
-from legroom.memory.relief import PRESSED, after_failure, is_over, make_room, or_first
+from legroom.memory.relief import PRESSED, after_failure, is_over, make_room, or_first, waits
 from legroom.memory.run import Runner
 from legroom.memory.script import Script
 from legroom.memory.signature import Signer
@@ -58,8 +58,8 @@ from legroom.memory.verify import Verdict, settle, verify_step
 if TYPE_CHECKING:
     from legroom.memory.workshop import Workshop
 
-MAX_REPLANS, GIVEN_UP = 2, 3
-"""Most often that a signature is planned anew; that it is recorded in vain."""
+MAX_REPLANS = 2
+"""Most often that a signature is planned anew."""
 
 
 def make_workshop(model: nn.Module, device: torch.device) -> "Workshop":
@@ -261,8 +261,7 @@ class MemoryJob:
         """Saved tensors may take a share of what weights and states leave free."""
         budget = self.planning_budget()
         static = max(held_bytes(self.model, self.optimizer, self.device), self.meter.found())
-        free = budget["device"] - static
-        evictor = make_evictor(budget, static, free, kind.saved_bytes)
+        evictor = make_evictor(budget, static, kind.saved_bytes)
         lanes = self.tiers.lanes_for({evictor.tier: evictor.tier_bytes})
         assert lanes is not None
         self.runner.install_online(evictor, lanes)
@@ -288,6 +287,8 @@ class MemoryJob:
 
     def _refer(self, kind: Kind) -> None:
         reading = self.meter.last()
+        peak = early_peak(reading, self.model, self.optimizer, self.device)
+        self._warned = self._warned or is_over(peak, self.budget["device"])
         kind.refer((reading.seconds(), *reading.host_s), reading.pressed)
 
     def _after_planned(self, kind: Kind) -> None:
@@ -309,8 +310,7 @@ class MemoryJob:
 
     def _use_recording(self, kind: Kind, recorder: Recorder, timer: Any, found: int) -> None:
         self._recording = None
-        if not recorder.backward_seen and kind.given_up < GIVEN_UP:  # then the next one is recorded
-            kind.given_up += 1
+        if not recorder.backward_seen and waits(kind):  # then the next one is recorded
             return
         first, like = kind.capture, kind.capture.step if kind.capture is not None else None
         name_states(recorder, self.model)

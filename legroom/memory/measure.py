@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
 from legroom.memory.device import Reading
 from legroom.memory.kinds import Kind, Measurement
 from legroom.memory.mechanisms.lanes import Lanes
 from legroom.memory.mechanisms.states import StateKeeper
-from legroom.memory.profile import state_bytes
+from legroom.memory.profile import held_bytes, state_bytes
 from legroom.memory.run import Runner
 
 
@@ -27,3 +31,12 @@ def measure(
     rest = (runner.replayer.seconds, moved, *reading.host_s)
     peak = peaks.get("reserved", peaks.get("device", 0))
     return lambda: Measurement(reading.seconds(), peaks, stall(), *rest), peak
+
+
+def early_peak(
+    reading: Reading, model: nn.Module, optimizer: Optimizer | None, device: torch.device
+) -> int:
+    """The peak of a step that is not recorded yet; 0 where it was not measured."""
+    if "step" in reading.peaks:
+        return reading.peaks["step"] + held_bytes(model, optimizer, device)
+    return reading.peaks.get("reserved", 0)

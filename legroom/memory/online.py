@@ -22,6 +22,10 @@ SHARE = 0.5
 """Share of the free budget that saved tensors may take; the rest is for work in progress."""
 
 
+LEAST_ROOM = 256 << 20
+"""A budget this small says little of what steps save."""
+
+
 class Evictor:
     """Bounds the bytes of saved tensors on the device."""
 
@@ -43,9 +47,9 @@ class Evictor:
         self._here.append(weakref.ref(entry))
         self._sizes[id(entry)] = entry.num_bytes
         weakref.finalize(entry, self._sizes.pop, id(entry), None)
-        while self.held_bytes > self.limit_bytes and self._here:
+        while self.held_bytes > self.limit_bytes and len(self._here) > 1:  # not what was just saved
             oldest = self._here.popleft()()
-            if oldest is not None and oldest is not entry and oldest.state is State.HERE:
+            if oldest is not None and oldest.state is State.HERE:
                 self._evict(oldest, mover)
 
     def _evict(self, entry: Entry, mover: Mover) -> None:
@@ -62,22 +66,21 @@ class Evictor:
         self._sizes.pop(id(entry), None)
 
 
-def make_evictor(
-    budget: Mapping[str, int], static_bytes: int, free_bytes: int, saved_bytes: int = 0
-) -> Evictor:
+def make_evictor(budget: Mapping[str, int], static_bytes: int, saved_bytes: int = 0) -> Evictor:
     """A rule for a budget of which weights and states already take so much.
 
     `saved_bytes` is what a step was seen to save, if one was: others may save four times that.
     Raises BudgetError when they leave nothing, or when there is no lower tier to move to.
     """
     tier = "host" if budget.get("host") else "disk"
-    room = min(budget.get(tier, 0), 4 * (saved_bytes or budget["device"]))
+    room = min(budget.get(tier, 0), 4 * (saved_bytes or max(budget["device"], LEAST_ROOM)))
     if room <= 0:
         raise BudgetError(
             "a step without a plan sends what was saved first to a lower tier, and none has a "
             f"budget: give one, budget={{'device': {budget['device']}, '{tier}': '8GiB'}}",
             missing_bytes=0,
         )
+    free_bytes = budget["device"] - static_bytes
     if free_bytes <= 0:
         raise BudgetError(
             f"weights and optimizer states take {format_bytes(static_bytes)} of the budget of "

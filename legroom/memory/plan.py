@@ -61,6 +61,10 @@ class Plan(Record, frozen=True, kw_only=True):
         """Budget named, storages and blocks acted on once, positions of moves in order."""
         if "device" not in self.budget:
             raise RecordError("plan: the budget must name the device tier")
+        for tier, size in self.budget.items():
+            if size < 0:
+                raise RecordError(f"plan: the budget of {tier} is below zero")
+        self.predicted.check()
         seen: set[tuple[str, int]] = set()
         for i, action in enumerate(self.actions):
             target = _target(action)

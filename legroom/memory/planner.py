@@ -159,9 +159,10 @@ def make_safe_plan(
     names = ("keep_all", "recompute_all", "auto") if policy == "auto" else (policy,)
     limit, make = budget["device"], partial(make_plan, step, machine, lossy=lossy)
     spare = spared_bytes(step, limit)
-    rooms = [int(limit * SAFE) - num_bytes for num_bytes in unseen]
+    rooms = [max(int(limit * SAFE) - num_bytes, 0) for num_bytes in unseen]
     *others, last = itertools.product(rooms, names)
-    others[:0] = [(rooms[0] - spare, name) for name in names[:-1] if spare]  # if that is simple
+    roomy = max(rooms[0] - spare, 0)
+    others[:0] = [(roomy, name) for name in names[:-1] if spare]  # if that is simple
     for room, name in others:
         with contextlib.suppress(BudgetError):
             return make({**budget, "device": room}, name)
@@ -282,9 +283,13 @@ def spared_bytes(step: Step, limit: int) -> int:
 def budget_error(plan: Plan, step: Step, tier: str, beside: int = 0) -> BudgetError:
     """Say by how much a plan is over, what works, and which tensors dominate."""
     peak, limit = plan.predicted.peak_bytes[tier], plan.budget[tier]
-    works = f"{format_bytes(peak + beside)} ({peak + beside} bytes)"
+    told = ", by the shapes of its tensors," if step.capture == "fake" else ""
+    works = f"The smallest budget that works with it{told} is {_exactly(peak)}. "
     if beside:
-        works += f", with {format_bytes(beside)} for a loss outside of the model"
+        works += (
+            f"A loss outside of the model, of which nothing is known before a step has run, may "
+            f"take up to {format_bytes(beside)} more: {_exactly(peak + beside)}. "
+        )
     parts = sorted(plan.predicted.peak_parts.items(), key=lambda x: -x[1])
     made_of = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)
     largest = sorted(step.storages, key=lambda s: -s.num_bytes)[:3]
@@ -292,11 +297,14 @@ def budget_error(plan: Plan, step: Step, tier: str, beside: int = 0) -> BudgetEr
     message = (
         f"policy {plan.policy!r} needs {format_bytes(peak)} of {tier} for {plan.model}, "
         f"{format_bytes(peak - limit)} over the budget of {format_bytes(limit)}. "
-        f"The smallest budget that works with it is {works}. "
-        f"The peak is at {plan.predicted.peak_at}: {made_of}. Largest tensors: {names}. "
+        f"{works}The peak is at {plan.predicted.peak_at}: {made_of}. Largest tensors: {names}. "
         f"Try a larger budget, a smaller batch, or a lower tier with more room{_hint(plan)}."
     )
     return BudgetError(message, missing_bytes=peak - limit, smallest_bytes=peak + beside)
+
+
+def _exactly(num_bytes: int) -> str:
+    return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"
 
 
 def _hint(plan: Plan) -> str:

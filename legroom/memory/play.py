@@ -22,14 +22,9 @@ class Replay(NamedTuple):
     variant: Variant
 
 
-class Event(NamedTuple):
-    """Something the compute stream does at a position; sorted by position, then rank."""
-
-    position: int
-    rank: int
-    which: int
-
-
+Event = tuple[int, int, int]
+"""Something the compute stream does: the position, its rank among those there, and of which action.
+"""
 OUT_WAIT, IN_START, IN_WAIT, REPLAY, CODE, OUT_START, LATE_WAIT, TURN = range(8)
 
 
@@ -61,12 +56,12 @@ class Play:
 
     def run(self) -> float:
         """Play all events; return when the last op ends."""
-        until, at = self.sim.until_s, 0
-        for event in sorted([*self._events(), Event(self.sim.host.turn, TURN, 0)]):
-            place = min(event.position, len(until) - 1)
+        until, at, last = self.sim.until_s, 0, len(self.sim.until_s) - 1
+        for position, rank, which in sorted([*self._events(), (self.sim.host.turn, TURN, 0)]):
+            place = position if position < last else last
             self.now_s += until[place] - until[at]
             at = place
-            self._fire(event)
+            self._fire(rank, which)
             self.position_s.append((at, self.now_s))
         self.now_s += until[-1] - until[at]
         device_s = self.now_s + self.contended_s + self.parked_s
@@ -95,32 +90,31 @@ class Play:
         return sum(park_s(self.sim.machine, park) for park in self.parks)
 
     def _events(self) -> list[Event]:
-        events = [Event(r.position, REPLAY, i) for i, r in enumerate(self.replays)]
+        events = [(r.position, REPLAY, i) for i, r in enumerate(self.replays)]
         for i, m in enumerate(self.moves):
-            events.append(Event(m.out_start, OUT_START, i))
-            events.append(Event(m.out_wait, OUT_WAIT if m.out_wait > m.out_start else LATE_WAIT, i))
-            events.append(Event(m.in_start, IN_START, i))
-            events.append(Event(m.in_wait, IN_WAIT, i))
+            waits = OUT_WAIT if m.out_wait > m.out_start else LATE_WAIT
+            events += (
+                (m.out_start, OUT_START, i),
+                (m.out_wait, waits, i),
+                (m.in_start, IN_START, i),
+                (m.in_wait, IN_WAIT, i),
+            )
         for i, c in enumerate(self.codes):
-            events.append(Event(self.sim.step.packed(c.storage), CODE, i))
-            events.append(Event(self.sim.step.first_use(c.storage), CODE, i))
+            events.append((self.sim.step.packed(c.storage), CODE, i))
+            events.append((self.sim.step.first_use(c.storage), CODE, i))
         return events
 
-    def _fire(self, event: Event) -> None:
-        self.traffic.advance(self.now_s)
-        i = event.which
-        if event.rank == TURN:
-            return
-        if event.rank == REPLAY:
-            self._spend(self.replays[i].variant.replay_s, "recompute", i)
-        elif event.rank == CODE:
-            self._spend(self._code_s(self.codes[i]), "compress", i)
-        elif event.rank == OUT_START:
+    def _fire(self, rank: int, i: int) -> None:
+        if rank == OUT_START:
             self._outs[i] = self._send(self.moves[i], out=True)
-        elif event.rank == IN_START:
+        elif rank == IN_START:
             self._ins[i] = self._send(self.moves[i], out=False)
-        else:
-            self._wait(i, self._ins[i] if event.rank == IN_WAIT else self._outs[i])
+        elif rank == REPLAY:
+            self._spend(self.replays[i].variant.replay_s, "recompute", i)
+        elif rank == CODE:
+            self._spend(self._code_s(self.codes[i]), "compress", i)
+        elif rank != TURN:
+            self._wait(i, self._ins[i] if rank == IN_WAIT else self._outs[i])
 
     def _send(self, move: Move, out: bool) -> list[Transfer]:
         """Queue a move on its roads; what the device has to wait for.
@@ -131,19 +125,21 @@ class Play:
         route = self.sim.routes.get(move.tier)
         assert route is not None, f"no road to tier {move.tier}"
         size = self.sim.step.storages[move.storage].num_bytes
-        landed = self._landed.get(move.storage, [])
+        self.traffic.advance(self.now_s)
+        landed = self._landed.get(move.storage)
         last = None if out or not landed else landed[-1]
         sent = []
         for hop in route[0] if out else route[1]:
-            sent.append(self.traffic.send(hop.name, size, move.storage, last))
-            self.transfers.append((hop.name, move.storage, sent[-1]))
+            transfer = self.traffic.send(hop.name, size, move.storage, last)
+            sent.append(transfer)
+            self.transfers.append((hop.name, move.storage, transfer))
         if out:
             self._landed[move.storage] = sent
         # On the way out the source is free after the first hop; on the way in all must be done.
         return sent[:1] if out else sent
 
     def _wait(self, i: int, transfers: list[Transfer]) -> None:
-        done = max(self.traffic.finish(t) for t in transfers)
+        done = max([t.done_s if t.done_s >= 0 else self.traffic.finish(t) for t in transfers])
         if done > self.now_s:
             self.spans.append(("stall", self.now_s, done, self.moves[i].storage))
             self.stalls[i] = self.stalls.get(i, 0.0) + done - self.now_s

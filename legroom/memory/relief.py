@@ -13,6 +13,8 @@ from legroom.memory.profile import Capture
 
 PRESSED, OFF_BY = 0.015, 0.04
 """Shares of the budget that go to an allocator that had to tidy up, and to one without room."""
+GIVEN_UP = 3
+"""Most often that a signature is recorded in vain."""
 SCALARS = 1 << 10
 """Bytes that numbers take which become tensors for a moment; no plan knows of those."""
 
@@ -65,6 +67,18 @@ def make_room(kind: Kind, meter: Meter, budget: int, plan: Callable[[Kind], None
         if kind.placement is not laid_out:
             found = meter.make_room(kind.placement)
     kind.placement = found
+
+
+def waits(kind: Kind) -> bool:
+    """A step that was to be recorded ran no backward: whether to record the next one instead."""
+    kind.given_up += 1
+    if kind.given_up == 1:
+        warnings.warn(
+            "legroom: a step ran forward but no backward; plans are made from steps that run both, "
+            "inside of `with job.step():`",
+            stacklevel=7,
+        )
+    return kind.given_up <= GIVEN_UP
 
 
 def is_over(peak: int, limit: int) -> bool:

@@ -5,7 +5,7 @@ order, whatever the clock says: a source is free once the compute stream has bee
 its copy. So peaks follow from positions alone, and are exact; only stalls need the clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from legroom.memory.host import Host
 from legroom.memory.parking import parks, update_position
 from legroom.memory.plan import away_span, find_variant, held_inputs, replay_position
 from legroom.memory.play import Play, Replay, tier_peaks
-from legroom.memory.trace import Phase, Step, Storage
+from legroom.memory.trace import Kind, Phase, Step, Storage
 
 Levels = npt.NDArray[np.int64]
 
@@ -76,34 +76,53 @@ class Simulator:
 
     def shape(self, actions: Sequence[Action]) -> Shape:
         """Device bytes under these actions: exact, and without the clock."""
-        storages, delta = self.step.storages, self._delta.copy()
-        replays = self.replays(actions)
+        delta, replays, until = self._delta.copy(), self.replays(actions), self._needs(actions)
+        self._change(actions, replays, until, lambda storage: delta)
+        for park in parks(actions):
+            self._add_park(delta, park)
+        levels = np.cumsum(delta)[: len(self.scratch)]
+        happen = (r for r in replays if r.position < len(self.step.ops))
+        peaks = tuple((r, self._replay_peak(r, levels, until)) for r in happen)
+        return Shape(levels + self.scratch_under(actions), peaks)
+
+    def _needs(self, actions: Sequence[Action]) -> dict[int, int]:
+        """Inputs of blocks that run again, and until when each is held."""
         held = held_inputs(self.step, [a for a in actions if isinstance(a, Recompute)])
-        last_need = {s: span[1] for s, span in held.items()}
+        return {s: span[1] for s, span in held.items()}
+
+    def _change(
+        self,
+        actions: Sequence[Action],
+        replays: Sequence[Replay],
+        last_need: dict[int, int],
+        of: Callable[[Storage], Levels],
+    ) -> None:
+        """What these actions change of when bytes come and go: in the levels of each storage."""
+        storages = self.step.storages
         for s, until in last_need.items():
             if storages[s].death < until:
+                delta = of(storages[s])
                 delta[storages[s].death + 1] += storages[s].num_bytes
                 delta[until] -= storages[s].num_bytes
         for a in actions:
             if isinstance(a, Move):
                 storage, (left, back) = storages[a.storage], away_span(self.step, a)
+                delta = of(storage)
                 delta[left] -= storage.num_bytes
                 self._add_return(delta, storage, back)
             elif isinstance(a, Compress):
-                self._add_compress(delta, a)
-            elif isinstance(a, Park):
-                delta[0] -= a.num_bytes
-                delta[update_position(self.step)] += a.window_bytes
-                delta[len(self.step.ops) + 1] -= a.window_bytes
+                self._add_compress(of(storages[a.storage]), a)
         for replay in replays:
             for s in replay.variant.drops:
                 # A later block that runs again may still hold it as its input.
+                delta = of(storages[s])
                 delta[max(storages[s].release + 1, last_need.get(s, 0))] -= storages[s].num_bytes
                 self._add_return(delta, storages[s], replay.position)
-        levels = np.cumsum(delta)[: len(self.scratch)]
-        happen = (r for r in replays if r.position < len(self.step.ops))
-        peaks = tuple((r, self._replay_peak(r, levels, last_need)) for r in happen)
-        return Shape(levels + self.scratch_under(actions), peaks)
+
+    def _add_park(self, delta: Levels, park: Park) -> None:
+        delta[0] -= park.num_bytes
+        delta[update_position(self.step)] += park.window_bytes
+        delta[len(self.step.ops) + 1] -= park.window_bytes
 
     def scratch_under(self, actions: Sequence[Action]) -> Levels:
         """What ops take for themselves; updates take less where fewer are updated at once."""
@@ -188,24 +207,16 @@ class Simulator:
         return f"{op.name} in {op.module or 'the step'} ({op.phase})"
 
     def _peak_parts(self, shape: Shape, actions: Sequence[Action]) -> dict[str, int]:
+        """Bytes by kind at the op that needs most."""
         at = int(shape.during.argmax()) if len(shape.during) else 0
-        parts: dict[str, int] = {}
-        away = {a.storage: away_span(self.step, a) for a in actions if isinstance(a, Move)}
-        gone = {s: r.position for r, _ in shape.replays for s in r.variant.drops}
-        for i, s in enumerate(self.step.storages):
-            alive = s.birth <= at <= s.death
-            if i in away and away[i][0] <= at < away[i][1]:
-                alive = False
-            if i in gone and s.release < at < gone[i]:
-                alive = False
-            if (i in away or i in gone) and at > s.last:
-                alive = False
-            if alive:
-                parts[s.kind.value] = parts.get(s.kind.value, 0) + s.num_bytes
+        deltas = {kind: np.zeros_like(self._delta) for kind in Kind}
+        for s in self.step.storages:
+            deltas[s.kind][max(s.birth, 0)] += s.num_bytes
+            deltas[s.kind][s.death + 1] -= s.num_bytes
+        given = (actions, self.replays(actions), self._needs(actions))
+        self._change(*given, lambda storage: deltas[storage.kind])
         for park in parks(actions):
-            here = park.window_bytes if at >= update_position(self.step) else 0
-            parts["state"] = parts.get("state", 0) - park.num_bytes + here
-        scratch = int(self.scratch_under(actions)[at])
-        if scratch > 0:
-            parts["workspace"] = scratch
-        return parts
+            self._add_park(deltas[Kind.STATE], park)
+        parts = {kind.value: int(delta[: at + 1].sum()) for kind, delta in deltas.items()}
+        parts["workspace"] = int(self.scratch_under(actions)[at])
+        return {name: size for name, size in parts.items() if size > 0}

@@ -265,6 +265,8 @@ class Step(Record, frozen=True, kw_only=True, dict=True):
     def check(self) -> Self:
         """Lifetimes in order, ops touch only living storages, saved rows and blocks in range."""
         for i, op in enumerate(self.ops):
+            if not (op.time_s >= 0 and op.flops >= 0 and op.traffic_bytes >= 0):
+                raise RecordError(f"op {i} ({op.name}): a time or size is below zero")
             for s in (*op.reads, *op.writes):
                 self._check_touch(i, s)
         for s, storage in enumerate(self.storages):

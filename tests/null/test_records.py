@@ -230,6 +230,18 @@ def test_a_breach_names_the_action(actions: tuple[Action, ...], says: str) -> No
         plan(*actions).check()
 
 
+def test_numbers_below_zero_are_refused() -> None:
+    """In an outcome, in a plan's budget, in the ops of a step."""
+    with pytest.raises(RecordError, match="below zero"):
+        Outcome(source="measured", peak_bytes={"device": 1}, step_s=-3.0).check()
+    with pytest.raises(RecordError, match="name the device"):
+        Outcome(source="measured", peak_bytes={}, step_s=3.0).check()
+    with pytest.raises(RecordError, match="host is below zero"):
+        plan(budget={"device": 1, "host": -7}).check()
+    with pytest.raises(RecordError, match="op 1 .f0.1.: a time or size is below zero"):
+        with_row(STEP, "ops", 1, time_s=-1.0).check()
+
+
 def test_the_budget_names_the_device() -> None:
     with pytest.raises(RecordError, match="must name the device tier"):
         plan(budget={"host": 5}).check()

@@ -176,6 +176,23 @@ def test_compression_keeps_the_small_copy_to_the_end() -> None:
     assert Simulator(step, machine()).shape([Compress(storage=S0, codec="fp8")]).peak == 48
 
 
+@pytest.mark.parametrize(
+    "actions",
+    [
+        [],
+        [Compress(storage=S0, codec="bf16")],
+        [Compress(storage=S0, codec="fp8"), Recompute(block=1, variant="full")],
+        [Recompute(block=0, variant="full")],
+    ],
+)
+def test_the_parts_of_a_peak_add_up_to_it(actions: list[Action]) -> None:
+    """Whatever is packed, dropped or moved."""
+    step = chain(2, 16, output_bytes=4)
+    outcome = Simulator(step, machine()).run(actions)
+    during = Simulator(step, machine()).shape(actions).during
+    assert sum(outcome.peak_parts.values()) == during.max()
+
+
 # -- times ---------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,9 @@ def hooks(model: nn.Module) -> int:
         ({"budget": "-1GiB"}, "above zero"),
         ({"budget": {"device": 0}}, "above zero"),
         ({"budget": "900TiB"}, "larger than the device"),
+        ({"budget": {"device": "1GiB", "disk": "9000TiB"}}, "larger than the disk"),
+        ({"budget": {"device": "1GiB", "host": "900TiB"}}, "larger than the host"),
+        ({"budget": {"device": "1GiB", "pinned": "900TiB"}}, "larger than the pinned"),
         ({"budget": {"host": "1GiB"}}, "names 'device'"),
         ({"budget": {"device": "1GiB", "tape": "1GiB"}}, "tape"),
     ],
@@ -74,6 +77,40 @@ def test_a_step_without_backward_leaves_nothing_behind() -> None:
             weigh(model(rows())).backward()
     assert all(p.grad is not None for p in model.parameters())
     assert hooks(model) == 0
+
+
+def test_a_step_without_backward_is_said_when_it_is_to_be_recorded() -> None:
+    """Once; the first one that runs backward is recorded."""
+    model = stack(Mlp)
+    with fit(model) as job:
+        with pytest.warns(UserWarning, match="forward but no backward") as told:
+            for _ in range(5):
+                with job.step():
+                    weigh(model(rows()))
+        assert len(told) == 1
+        for _ in range(3):
+            with job.step():
+                weigh(model(rows())).backward()
+                model.zero_grad()
+        assert job.current is not None and job.current.recorded
+
+
+def test_pinned_memory_bounds_what_goes_to_the_host() -> None:
+    budget = {"device": "1GiB", "host": "2GiB", "pinned": "1GiB"}
+    with fit(stack(Mlp), budget=budget) as job:
+        assert job.budget["host"] == 1 << 30 and "pinned" not in job.budget
+
+
+def test_a_first_step_over_the_budget_is_said() -> None:
+    """What the loop itself makes is in no plan from fake tensors."""
+    model = stack(Mlp)
+    with fit(model, budget="40MiB") as job:
+        job.meter.peaks = True
+        with pytest.warns(UserWarning, match="over the budget"), job.step():
+            loss = weigh(model(rows()))
+            held = torch.ones(60 << 18)
+            loss.backward()
+            del held
 
 
 def test_a_step_without_a_forward_warns() -> None:

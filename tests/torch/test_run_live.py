@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from legroom.core.errors import LegroomError
@@ -720,3 +721,62 @@ class Often(nn.Module):
         for _ in range(self.times):
             x = x + self.layer(x).sin()
         return x
+
+
+@pytest.mark.filterwarnings("ignore:legroom. a step took")
+def test_the_online_rule_sends_away_what_is_larger_than_its_room() -> None:
+    """One saved tensor alone may be more than may stay; each goes when the next one comes."""
+    model, x = Peeks(), torch.randn(2048, 64)
+    with fitted(model, "auto", budget={"device": 1 << 20, "disk": 1 << 30}) as job:
+        job.meter.peaks = True  # type: ignore[attr-defined]
+        with pytest.warns(UserWarning, match="online rule"), job.step():
+            weigh(model(x)).backward()
+        peak = job.meter.last().peaks["step"]
+    plain = sum(4 * 2048 * 64 for _ in range(12))
+    assert peak < plain / 2
+
+
+class Peeks(nn.Module):
+    """Fake tensors cannot follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).sin() if float(x.detach().sum()) > -1e9 else x
+        return x
+
+
+class Notes(nn.Module):
+    """Layers of one size; notes where each result lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+        self.places: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).sin()
+            self.places.append(0 if isinstance(x, FakeTensor) else x.data_ptr())
+        return x
+
+
+@pytest.mark.parametrize("policy", ["swap_all", "auto"])
+def test_an_address_that_is_used_again_is_another_tensor(policy: str) -> None:
+    """What moved away or was dropped leaves its place to the next result, within one forward."""
+    torch.manual_seed(0)
+    model, x = Notes(), torch.randn(2048, 256)
+    weigh(model(x)).backward()
+    plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with fitted(model, policy, budget={"device": 14 << 20, "disk": 1 << 30}) as job:
+        for _ in range(6):
+            model.zero_grad()
+            model.places.clear()
+            with job.step():
+                weigh(model(x)).backward()
+            found = [p.grad for p in model.parameters() if p.grad is not None]
+            assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert len(set(model.places)) < len(model.places)

@@ -142,6 +142,7 @@ def test_what_the_user_holds_counts(way: str, body: Any) -> None:
     assert measured == pytest.approx(predicted, rel=0.002)
 
 
+@pytest.mark.filterwarnings("ignore:legroom. a step took")
 @pytest.mark.parametrize("share", [0.45, 0.3])
 def test_a_budget_that_was_exceeded_is_not_said_to_be_kept(share: float) -> None:
     """No first plan knows what the user will hold; the error names a budget that works."""
