@@ -1,5 +1,10 @@
 """`legroom compare`: every policy on one job, one machine and one budget."""
 
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +25,7 @@ from legroom.cli.options import (
     read_sizes,
 )
 from legroom.cli.policies import policy_docs
-from legroom.core.errors import BudgetError, InputError, LegroomError
+from legroom.core.errors import BudgetError, InputError, LegroomError, in_short
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine, find_machine
 from legroom.memory.plan import Plan
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from legroom.core.outcome import Outcome
 
 BAR_WIDTH = 50
+FEW = 4
+"""Policies that are not worth processes of their own."""
 
 
 @verb
@@ -53,7 +60,8 @@ def compare(
 ) -> Answer:
     """Let every policy plan the same step, and put the plans side by side.
 
-    All are judged by one simulator; a policy that cannot keep the budget is a row that says so.
+    All are judged by one simulator, and the fastest comes first; a policy that cannot keep the
+    budget is a row that says so.
 
         legroom compare llama-1b --machine a100-40g --budget 30GiB
 
@@ -70,10 +78,10 @@ def compare(
     unlimited = Simulator(step, found).run([], "keep_all")
     results: dict[str, Plan | LegroomError] = {}
     with progress("planning", len(names)) as advance:
-        for name in names:
-            advance(name, 0.0)
-            results[name] = _plan(step, found, limits, name)
+        for name, result in _plans(step, found, limits, names):
+            results[name] = result
             advance(name)
+    results = dict(sorted(results.items(), key=_in_order))
     plans = [x for x in results.values() if isinstance(x, Plan)]
     rows = [x if isinstance(x, Plan) else (name, _short(x)) for name, x in results.items()]
     table = plans_table(rows, unlimited.step_s)
@@ -123,13 +131,55 @@ def machine_of(recorded: str, given: str | None) -> Machine:
     return here
 
 
+Task = tuple[Step, Machine, dict[str, int]]
+_task: list[Task] = []
+"""In a process of its own: what to plan."""
+
+
+def _plans(
+    step: Step, machine: Machine, limits: dict[str, int], names: list[str]
+) -> Iterator[tuple[str, Plan | LegroomError]]:
+    """Each policy's plan or error, as they come: from several processes where there are many."""
+    if len(names) <= FEW:
+        yield from ((name, _plan(step, machine, limits, name)) for name in names)
+        return
+    with ProcessPoolExecutor(
+        min(len(names), os.cpu_count() or 1),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_take_task,
+        initargs=(step.to_json(), machine.to_json(), limits),
+    ) as pool:
+        asked = {pool.submit(_plan_task, name): name for name in names}
+        for done in as_completed(asked):
+            yield asked[done], done.result()
+
+
+def _take_task(step: str, machine: str, limits: dict[str, int]) -> None:
+    _task[:] = [(Step.from_bytes(step.encode()), Machine.from_bytes(machine.encode()), limits)]
+
+
+def _plan_task(policy: str) -> Plan | LegroomError:
+    return _plan(*_task[0], policy)
+
+
 def _plan(step: Step, machine: Machine, limits: dict[str, int], policy: str) -> Plan | LegroomError:
     from legroom.memory.planner import make_plan
 
     try:
         return make_plan(step, machine, limits, policy)
+    except BudgetError as error:
+        missing, smallest = error.missing_bytes, error.smallest_bytes  # not its frames
+        return BudgetError(str(error), missing_bytes=missing, smallest_bytes=smallest)
     except LegroomError as error:
         return error
+    except Exception as error:  # a policy that fails is a row, not a crash
+        return LegroomError(f"failed: {in_short(error)}")
+
+
+def _in_order(row: tuple[str, Plan | LegroomError]) -> tuple[float, str]:
+    """The fastest first, those that do not fit last."""
+    name, result = row
+    return (result.predicted.step_s if isinstance(result, Plan) else math.inf), name
 
 
 def _short(error: LegroomError) -> str:

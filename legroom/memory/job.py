@@ -287,7 +287,7 @@ class MemoryJob:
 
     def _refer(self, kind: Kind) -> None:
         reading = self.meter.last()
-        peak = early_peak(reading, self.model, self.optimizer, self.device)
+        peak = early_peak(kind, reading, self.model, self.states)
         self._warned = self._warned or is_over(peak, self.budget["device"])
         kind.refer((reading.seconds(), *reading.host_s), reading.pressed)
 

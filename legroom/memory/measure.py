@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from legroom.memory.device import Reading
 from legroom.memory.kinds import Kind, Measurement
@@ -33,10 +31,11 @@ def measure(
     return lambda: Measurement(reading.seconds(), peaks, stall(), *rest), peak
 
 
-def early_peak(
-    reading: Reading, model: nn.Module, optimizer: Optimizer | None, device: torch.device
-) -> int:
+def early_peak(kind: Kind, reading: Reading, model: nn.Module, states: StateKeeper) -> int:
     """The peak of a step that is not recorded yet; 0 where it was not measured."""
-    if "step" in reading.peaks:
-        return reading.peaks["step"] + held_bytes(model, optimizer, device)
-    return reading.peaks.get("reserved", 0)
+    if "step" not in reading.peaks:
+        return reading.peaks.get("reserved", 0)
+    there = kind.state_bytes  # before it; what it made itself is in its own peak
+    kind.state_bytes = state_bytes(states.optimizer, states.device)
+    static = held_bytes(model, None, states.device) + there
+    return reading.peaks["step"] + static - states.kept_bytes

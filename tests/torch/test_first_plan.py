@@ -248,6 +248,7 @@ def test_a_leaf_that_the_model_does_not_own_gets_its_real_gradient() -> None:
             torch.testing.assert_close(scale.grad, 1 + (i + 1) * plain)
 
 
+@pytest.mark.filterwarnings("ignore:legroom. a step ran forward but")
 def test_steps_that_never_run_backward_are_not_recorded_for_ever() -> None:
     """A loop may call backward after the step: then recordings are taken as they are."""
     model, x = nn.Sequential(*[Mlp(p=0.0) for _ in range(4)]), torch.randn(64, 64)
@@ -260,6 +261,7 @@ def test_steps_that_never_run_backward_are_not_recorded_for_ever() -> None:
         assert job.current is not None and job.current.recorded
 
 
+@pytest.mark.filterwarnings("ignore:legroom. a step ran forward but")
 @pytest.mark.parametrize("given_up", [{2}, {2, 3}, {0, 1, 2}])
 def test_a_step_that_was_given_up_is_not_what_plans_are_made_from(given_up: set[int]) -> None:
     """A loop may skip a bad batch after its forward: the next step is recorded instead."""

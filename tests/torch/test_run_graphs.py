@@ -251,6 +251,7 @@ def test_a_graph_kept_over_later_plans(policy: str, rest: list[str]) -> None:
             assert equal(grads(model), plain)
 
 
+@pytest.mark.filterwarnings("ignore:legroom. a step ran forward but")
 @EACH_LIVE
 def test_losses_of_several_steps_with_one_backward(policy: str) -> None:
     """The graphs of three steps live on together until one backward at the end."""

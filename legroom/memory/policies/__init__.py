@@ -1,5 +1,43 @@
 """Control: one choice per file. Importing this room fills the registry."""
 
-from legroom.memory.policies import auto, every_nth, keep_all, recompute_all, swap_all
+from legroom.memory.policies import (
+    auto,
+    autoswap,
+    capuchin,
+    deepum,
+    dymem,
+    every_nth,
+    flashneuron,
+    g10,
+    home,
+    keep_all,
+    layrub,
+    meng17,
+    recompute_all,
+    sentinel,
+    swap_all,
+    tflms,
+    tmof,
+    vdnn,
+)
 
-__all__ = ["auto", "every_nth", "keep_all", "recompute_all", "swap_all"]
+__all__ = [
+    "auto",
+    "autoswap",
+    "capuchin",
+    "deepum",
+    "dymem",
+    "every_nth",
+    "flashneuron",
+    "g10",
+    "home",
+    "keep_all",
+    "layrub",
+    "meng17",
+    "recompute_all",
+    "sentinel",
+    "swap_all",
+    "tflms",
+    "tmof",
+    "vdnn",
+]

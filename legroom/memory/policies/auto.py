@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute
+from legroom.memory.gaps import movable
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.play import tier_peaks
 from legroom.memory.policies.every_nth import every_nth
@@ -23,7 +24,7 @@ from legroom.memory.policies.program import Answer, Program
 from legroom.memory.policies.recompute_all import recompute_all
 from legroom.memory.policies.repair import one_more, repair
 from legroom.memory.policies.shrink import shrunk, smallest
-from legroom.memory.policies.swap_all import movable, swap_all
+from legroom.memory.policies.swap_all import swap_all
 from legroom.memory.schedule import Want, peak_position, schedule, tighten
 from legroom.memory.trace import Variant
 

@@ -1,9 +1,9 @@
 """Bring a plan that is slightly over its budget under it: recompute or move a little more."""
 
 from legroom.memory.actions import Action, Move, Recompute
+from legroom.memory.gaps import movable
 from legroom.memory.plan import replay_position
 from legroom.memory.planner import Problem
-from legroom.memory.policies.swap_all import movable
 from legroom.memory.schedule import Want, peak_position, schedule, tighten
 from legroom.memory.trace import Variant
 

@@ -8,9 +8,9 @@ and `polish` takes back whatever the step is then faster without.
 from collections.abc import Callable
 
 from legroom.memory.actions import CODECS, Action, Compress, Park, Recompute
+from legroom.memory.gaps import movable
 from legroom.memory.plan import held_inputs
 from legroom.memory.planner import Problem
-from legroom.memory.policies.swap_all import movable
 
 MOST = 64
 """Tensors that may shrink, the largest first."""

@@ -1,5 +1,6 @@
 """Move every saved tensor to the nearest lower tier, and fetch each in time for its use."""
 
+from legroom.memory.gaps import movable
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.schedule import Want, schedule, tighten
 
@@ -18,15 +19,3 @@ def swap_all(problem: Problem) -> Choice:
     moves = schedule(problem.simulator, wants, [])
     moves = tighten(problem.simulator, moves, [], problem.limit)
     return Choice(list(moves), f"{len(moves)} saved tensors moved")
-
-
-def movable(problem: Problem) -> list[int]:
-    """Saved storages that are free between forward and backward once their copy is out."""
-    step = problem.step
-    found = []
-    for s in step.saves:
-        storage, use = step.storages[s], step.first_use(s)
-        used = step.packed(s) < use < len(step.ops)
-        if used and storage.release < use and storage.num_bytes > 0 and s not in step.unsettled:
-            found.append(s)
-    return found
