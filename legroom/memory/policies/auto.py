@@ -11,13 +11,16 @@ a greedy pass that takes back every action the budget does not need.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute
 from legroom.memory.gaps import movable
-from legroom.memory.planner import POLICIES, Choice, Problem
+from legroom.memory.planner import POLICIES, Choice, Policy, Problem
 from legroom.memory.play import tier_peaks
+from legroom.memory.policies.autoswap import SCORES, by_score
+from legroom.memory.policies.capuchin import capuchin
 from legroom.memory.policies.every_nth import every_nth
 from legroom.memory.policies.park import better, must_park, parked, worth_parking
 from legroom.memory.policies.program import Answer, Program
@@ -30,7 +33,7 @@ from legroom.memory.trace import Variant
 
 ROUNDS, ENOUGH = 4, 2
 """Answers asked of the program for one share of the link before giving it up; and if one does."""
-LINK_SHARES = (0.95, 0.9, 1.0, 0.85, 0.8, 0.7, 0.6, 0.5, 0.35, 0.2)
+LINK_SHARES = (0.95, 0.9, 1.0, 0.7, 0.85, 0.5, 0.8, 0.6, 0.35, 0.2)
 """How much of the links' rate the program may count on; the simulator judges which was right."""
 HASTE = 3
 """How many of them are enough in haste."""
@@ -39,6 +42,13 @@ FEW = 64
 LEAST_SHARE = 20_000
 """Tensors smaller than this part of the budget are not worth a move."""
 DEADLINE_S, EXCHANGE_S = 1.5, 0.5
+OTHERS: tuple[Policy, ...] = (
+    every_nth,
+    swap_all,
+    *(partial(by_score, score) for score in SCORES),
+    capuchin,
+)
+"""Those whose answers may be the best ones to polish; the last ones only while there is time."""
 Timed = tuple[float, list[Action]]
 """A plan and how long its step takes."""
 HOST_FULL = 0.9
@@ -87,10 +97,12 @@ def _mix(problem: Problem) -> Choice:
     worth = [s for s in movable(problem) if problem.step.storages[s].num_bytes >= least]
     program, late = Program(problem, worth), started + DEADLINE_S
     found = _searched(problem, program, late)
-    if problem.step.host_s and problem.tiers() and not problem.quick:
+    if problem.tiers() and not problem.quick:
         still = problem._replace(budget={"device": problem.limit})  # that spares the host much
         found += _searched(still, Program(still, []), late)
-    for plain in (every_nth, swap_all):
+    for i, plain in enumerate(OTHERS[:2] if problem.quick else OTHERS):
+        if i > 1 and time.monotonic() > late + EXCHANGE_S:
+            break
         actions = plain(problem).actions
         if problem.keeps(actions):
             found.append((problem.simulator.time(actions), actions))
