@@ -1,6 +1,7 @@
 """Published policies on real models: they plan their traces, and what they plan runs exactly."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +103,30 @@ def test_their_peaks_are_as_predicted(policy: str) -> None:
         pytest.fail(f"no budget works; the last that was named is {smallest}")
     assert measured == pytest.approx(predicted, rel=0.01)
     assert measured <= limit + 1024
+
+
+def test_the_example_of_the_docs_works() -> None:
+    """A policy of the reader's own: registered, planned and run."""
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    before = dict(POLICIES._entries)
+    try:
+        exec(compile(code, "docs/policies.md", "exec"), {})
+        assert "largest_first" in POLICIES
+        step, machine = trace("convnet"), legroom.find_machine("a100-40g")
+        limit = int(0.7 * Simulator(step, machine).shape([]).peak)
+        plan = make_plan(step, machine, {"device": limit, "host": 8 << 30}, "largest_first")
+        assert plan.moves and plan.predicted.device_bytes <= limit
+        model, x = net("conv")
+        live_check(model, "largest_first", lambda: weigh(model(x)))
+    finally:
+        POLICIES._entries.clear()
+        POLICIES._entries.update(before)
+
+
+def test_every_policy_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    table = text.split("## Your own")[0]
+    for name in ALL:
+        short = "_" + name.removeprefix("autoswap_")
+        assert f"`{name}`" in table or f"`{short}`" in table, name
