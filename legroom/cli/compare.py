@@ -29,6 +29,7 @@ from legroom.core.errors import BudgetError, InputError, LegroomError, in_short
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine, find_machine
 from legroom.memory.plan import Plan
+from legroom.memory.planner import POLICIES, make_plan
 from legroom.memory.trace import Step
 from legroom.views.table import plans_table
 
@@ -139,9 +140,14 @@ _task: list[Task] = []
 def _plans(
     step: Step, machine: Machine, limits: dict[str, int], names: list[str]
 ) -> Iterator[tuple[str, Plan | LegroomError]]:
-    """Each policy's plan or error, as they come: from several processes where there are many."""
-    if len(names) <= FEW:
-        yield from ((name, _plan(step, machine, limits, name)) for name in names)
+    """Each policy's plan or error, as they come: from several processes where there are many.
+
+    Those of the user's own are known in this one only.
+    """
+    own = names if len(names) <= FEW else [name for name in names if not _is_ours(name)]
+    yield from ((name, _plan(step, machine, limits, name)) for name in own)
+    names = [name for name in names if name not in own]
+    if not names:
         return
     with ProcessPoolExecutor(
         min(len(names), os.cpu_count() or 1),
@@ -154,6 +160,11 @@ def _plans(
             yield asked[done], done.result()
 
 
+def _is_ours(name: str) -> bool:
+    policy = POLICIES[name]
+    return getattr(policy, "func", policy).__module__.startswith("legroom.")
+
+
 def _take_task(step: str, machine: str, limits: dict[str, int]) -> None:
     _task[:] = [(Step.from_bytes(step.encode()), Machine.from_bytes(machine.encode()), limits)]
 
@@ -163,8 +174,6 @@ def _plan_task(policy: str) -> Plan | LegroomError:
 
 
 def _plan(step: Step, machine: Machine, limits: dict[str, int], policy: str) -> Plan | LegroomError:
-    from legroom.memory.planner import make_plan
-
     try:
         return make_plan(step, machine, limits, policy)
     except BudgetError as error:

@@ -14,6 +14,7 @@ from legroom import __version__
 from legroom.cli.app import app
 from legroom.machine.spec import Link, Machine, Tier, find_machine
 from legroom.memory.plan import Plan
+from legroom.memory.planner import POLICIES, Choice
 from legroom.memory.trace import Step
 
 TINY = {"layers": 4, "dim": 32, "batch": 8, "sequence": 64, "vocab": 64}
@@ -238,6 +239,23 @@ def test_compare_has_a_row_per_policy_and_failures_are_rows(cpu: list[str]) -> N
     assert rows["auto"]["fits"] and rows["auto"]["outcome"]["peak_bytes"]["device"] <= 2_500_000
     text = call("compare", *JOB, *cpu, *BUDGET, *names).stdout
     assert "over the budget" in text and "no budget" in text
+
+
+def test_compare_plans_in_processes_what_is_not_the_users_own(
+    cpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the user's own that fails is a row; so is every other, the fastest first."""
+
+    def mine(problem: object) -> Choice:
+        raise ValueError("not today")
+
+    monkeypatch.setattr(POLICIES, "_entries", POLICIES._entries | {"mine": mine})
+    names = "keep_all,every_nth,swap_all,vdnn,capuchin,mine"
+    found = answer("compare", *JOB, *cpu, *BUDGET, "--policies", names)["policies"]
+    rows = {row["policy"]: row for row in found}
+    assert len(rows) == 6 and not rows["mine"]["fits"] and "not today" in str(rows["mine"])
+    times = [row["outcome"]["step_s"] for row in found if row["fits"]]
+    assert len(times) >= 2 and times == sorted(times) and found[0]["fits"]
 
 
 def test_compare_that_no_policy_passes_is_code_1(cpu: list[str]) -> None:
