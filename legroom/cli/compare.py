@@ -4,7 +4,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,8 +73,8 @@ def compare(
     from legroom.ahead import machine_budget
     from legroom.memory.simulate import Simulator
 
-    names = _names(policies)
     step, found = _step(job, machine, optimizer, read_sizes(sizes))
+    names = _names(policies)  # the job's own file may have some of its own
     limits = machine_budget(read_budget(budget), found)
     unlimited = Simulator(step, found).run([], "keep_all")
     results: dict[str, Plan | LegroomError] = {}
@@ -149,15 +149,29 @@ def _plans(
     names = [name for name in names if name not in own]
     if not names:
         return
-    with ProcessPoolExecutor(
+    pool = ProcessPoolExecutor(
         min(len(names), os.cpu_count() or 1),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_take_task,
         initargs=(step.to_json(), machine.to_json(), limits),
-    ) as pool:
-        asked = {pool.submit(_plan_task, name): name for name in names}
+    )
+    asked = {pool.submit(_plan_task, name): name for name in names}
+    try:
         for done in as_completed(asked):
-            yield asked[done], done.result()
+            yield asked[done], _result(done)
+    except BaseException:  # somebody does not want to wait
+        for process in list(pool._processes.values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _result(done: "Future[Plan | LegroomError]") -> Plan | LegroomError:
+    try:
+        return done.result()
+    except Exception as error:  # its process ended, with all that were in it
+        return LegroomError(f"failed: {in_short(error)}")
 
 
 def _is_ours(name: str) -> bool:
@@ -180,7 +194,7 @@ def _plan(step: Step, machine: Machine, limits: dict[str, int], policy: str) -> 
         missing, smallest = error.missing_bytes, error.smallest_bytes  # not its frames
         return BudgetError(str(error), missing_bytes=missing, smallest_bytes=smallest)
     except LegroomError as error:
-        return error
+        return LegroomError(str(error))
     except Exception as error:  # a policy that fails is a row, not a crash
         return LegroomError(f"failed: {in_short(error)}")
 

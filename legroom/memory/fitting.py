@@ -42,6 +42,7 @@ class Whole:
     peaks: dict[float, int] = field(default_factory=dict)
     """Of steps, by the share that is kept: as forecast, and as measured."""
     left_s: float = WHOLE_S
+    begun: bool = False
     memo: Memo = field(default_factory=lambda: Memo(None))
 
     def try_builds(self, compiler: Compiler, plain: Simulator, limit: int) -> None:
@@ -49,14 +50,16 @@ class Whole:
 
         Once there are some, more are made only where none of them fits what is left.
         """
-        if self.left_s <= 0 or any(peak <= limit for peak in self.peaks.values()):
+        fits = any(peak <= limit for peak in self.peaks.values())
+        broken = self.begun and not self.found
+        if self.left_s <= 0 or broken or fits or first_share(plain, limit) is None:
             return
         started, remember = time.perf_counter(), compiler.backend == "inductor"
         self.memo = Memo.of(self.sample, self.device) if remember else self.memo
         subjects = [Subject(self.sample, partial(self._ways, compiler, plain, limit))]
         (found,) = try_all(self.model, self.device, subjects, self.left_s, remember)
         self.found = worth_having([*self.found, *found])
-        self.left_s -= time.perf_counter() - started if found else self.left_s
+        self.left_s -= time.perf_counter() - started
 
     def _ways(
         self, compiler: Compiler, plain: Simulator, limit: int, found: Found
@@ -66,9 +69,12 @@ class Whole:
             if share is None or share in self.peaks:
                 return
             log.info("compiling the model as one, to keep %.0f %%", 100 * share)
+            self.begun = True
             yield from build_ways(compiler, self.model, [share])
             build = dict(found).get(share)
-            self.peaks[share] = _peak(plain, build) if build is not None else 2 * limit
+            if build is None:  # it did not even run
+                return
+            self.peaks[share] = _peak(plain, build)
             if self.peaks[share] <= limit:
                 return
 

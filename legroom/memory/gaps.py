@@ -77,7 +77,7 @@ class Layer(NamedTuple):
     storages: tuple[int, ...]
     """Those first saved in it."""
     back: int
-    """Where its backward begins; N if nothing of it is asked for."""
+    """Where its backward begins, after that of all later ones."""
 
 
 def find_layers(step: Step) -> list[Layer]:
@@ -85,19 +85,17 @@ def find_layers(step: Step) -> list[Layer]:
     heads = [i for i in range(step.turn) if is_heavy(step.ops[i].name)]
     starts = sorted({0, *heads})
     owned: list[list[int]] = [[] for _ in starts]
-    for s in step.saves:  # saved after an op has run, at the position of the next
-        owned[max(bisect_right(starts, max(step.packed(s) - 1, 0)) - 1, 0)].append(s)
-    ends = [*starts[1:], step.turn]
-    return [
-        Layer(
-            first,
-            end - 1,
-            is_convolution(step.ops[first].name) if step.ops else False,
-            tuple(sorted(mine)),
-            min((step.first_use(s) for s in mine), default=len(step.ops)),
-        )
-        for first, end, mine in zip(starts, ends, owned, strict=True)
-    ]
+    for s in step.saves:  # an op's inputs are saved at its own position, its results at the next
+        at = min(step.packed(s), max(step.turn - 1, 0))
+        mine = at if step.ops and s in step.ops[at].reads else max(at - 1, 0)
+        owned[bisect_right(starts, mine) - 1].append(s)
+    ends, back, layers = [*starts[1:], step.turn], 0, list[Layer]()
+    for first, end, storages in reversed(list(zip(starts, ends, owned, strict=True))):
+        used = min((step.first_use(s) for s in storages), default=back)
+        back = max(back, used)  # forks may be asked for sooner: a layer comes after the later ones
+        convolves = is_convolution(step.ops[first].name) if step.ops else False
+        layers.append(Layer(first, end - 1, convolves, tuple(sorted(storages)), back))
+    return layers[::-1]
 
 
 def is_convolution(name: str) -> bool:

@@ -23,6 +23,7 @@ from legroom.core.files import cache_dir
 from legroom.memory.builds import Build
 from legroom.memory.sample import Sample
 
+FILES = ("trial", "forecast")
 ADDRESS = " at 0x"
 """In the description of a thing that cannot be known again."""
 
@@ -112,6 +113,6 @@ def _leaf(leaf: Any) -> str:
 def _own_code() -> str:
     """What makes and measures builds here."""
     root = Path(legroom.__file__).parent
-    files = (*(root / "nn").glob("*.py"), root / "memory" / "trial.py")
+    files = (*(root / "nn").glob("*.py"), *(root / "memory" / f"{x}.py" for x in FILES))
     made = (*files, root / "memory" / "mechanisms" / "compiled.py")
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(made))

@@ -2,12 +2,13 @@
 
 import random
 
+import msgspec
 import pytest
 
 import legroom.memory.policies  # noqa: F401  (fills the registry)
 from legroom.core.errors import BudgetError
 from legroom.memory.actions import Move
-from legroom.memory.gaps import eager_prefetch, find_gaps, make_move
+from legroom.memory.gaps import eager_prefetch, find_gaps, find_layers, make_move
 from legroom.memory.handmade import chain, natural_peak
 from legroom.memory.plan import Plan
 from legroom.memory.planner import POLICIES, Problem, make_plan
@@ -74,6 +75,29 @@ def test_vdnn_takes_the_first_form_that_fits() -> None:
     assert easy.actions == ()
 
 
+@pytest.mark.parametrize("host", [0, 15, 40])
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_capuchin_recomputes_what_no_tier_has_room_for(host: int, share: float) -> None:
+    """A host that is almost full bars nothing."""
+    step = chain(12, 10, output_bytes=3)
+    limits = budget(step, share, host=host)
+    if planned(step, limits, "recompute_all", 20.0) is not None:
+        assert planned(step, limits, "capuchin", 20.0) is not None
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_a_budget_of_nothing_is_refused(policy: str) -> None:
+    step = chain(3, 10, output_bytes=3)
+    assert planned(step, {"device": 0, "host": 1000}, policy, 20.0) is None
+
+
+@pytest.mark.parametrize("policy", [p for p in MOVING if p not in BLIND])
+def test_five_hundred_tensors_are_planned_soon(policy: str) -> None:
+    """With a host that holds a few of them: no policy tries one after the other for ever."""
+    step = chain(120, 100, num_saved=3, output_bytes=10)
+    planned(step, budget(step, 0.5, host=2000), policy, 200.0)
+
+
 # -- what they share -----------------------------------------------------------------------------
 
 
@@ -85,6 +109,19 @@ def test_gaps_run_from_the_last_use_in_forward_to_the_first_in_backward() -> Non
     assert (gaps["s0.0"].start, gaps["s0.0"].end) == (2, 8)
     assert (gaps["s0.0"].start_s, gaps["s0.0"].end_s) == (2.0, 8.0)
     assert (gaps["s1.0"].start, gaps["s1.0"].end) == (4, 6)
+
+
+def test_layers_own_what_their_first_op_reads_and_come_back_in_turn() -> None:
+    """An op's inputs are saved at its own position; two layers here, by the name of their ops."""
+    step = chain(2, 10, output_bytes=3)
+    ops = list(step.ops)
+    for i in (0, 2):
+        ops[i] = msgspec.structs.replace(ops[i], name="aten.convolution")
+    first, second = find_layers(msgspec.structs.replace(step, ops=tuple(ops)))
+    assert (first.first, first.last, second.first) == (0, 1, 2) and second.convolves
+    names = [[step.storages[s].name for s in layer.storages] for layer in (first, second)]
+    assert "x1" in names[1] and "s0.0" in names[0] and "x0" in names[0]
+    assert second.back <= first.back
 
 
 def test_a_move_is_brought_into_order() -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from legroom import __version__
+from legroom.cli import compare as compare_module
 from legroom.cli.app import app
 from legroom.machine.spec import Link, Machine, Tier, find_machine
 from legroom.memory.plan import Plan
@@ -256,6 +259,12 @@ def test_compare_plans_in_processes_what_is_not_the_users_own(
     assert len(rows) == 6 and not rows["mine"]["fits"] and "not today" in str(rows["mine"])
     times = [row["outcome"]["step_s"] for row in found if row["fits"]]
     assert len(times) >= 2 and times == sorted(times) and found[0]["fits"]
+
+
+def test_a_process_that_dies_is_a_row() -> None:
+    done: Future[Any] = Future()
+    done.set_exception(BrokenProcessPool("a process ended"))
+    assert "failed: BrokenProcessPool: a process ended" in str(compare_module._result(done))
 
 
 def test_compare_that_no_policy_passes_is_code_1(cpu: list[str]) -> None:

@@ -8,6 +8,7 @@ brought to one scale, is searched by what the simulator says of the step: about 
 Gaussian process. Copies are scheduled out in order of last use and in from the last one backwards.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -102,8 +103,8 @@ def autoswap(problem: Problem) -> Choice:
 
     def cost(weights: Floats) -> tuple[float, list[Move]]:
         moves = _picked(problem, gaps, weights @ table)
-        over = max(problem.simulator.shape(moves).peak - problem.limit, 0) / problem.limit
-        return problem.simulator.time(moves) / problem.step.compute_s + 10 * over, moves
+        over = max(problem.simulator.shape(moves).peak - problem.limit, 0) / max(problem.limit, 1)
+        return problem.simulator.time(moves) / (problem.step.compute_s or 1.0) + 10 * over, moves
 
     weights, moves = search(cost, len(SCORES))
     mix = ", ".join(f"{x:+.2f} {n.upper()}" for n, x in zip(SCORES, weights, strict=True))
@@ -136,12 +137,15 @@ def _picked(problem: Problem, gaps: Sequence[Gap], scores: Floats) -> list[Move]
         chosen.append(gaps[i])
         levels[gaps[i].start : gaps[i].end] -= gaps[i].num_bytes
     moves = assign(problem, chosen)
-    for i in order[len(chosen) :]:  # copies under way take room that the load does not show
-        if problem.fits(moves):
-            break
-        chosen.append(gaps[i])
-        moves = assign(problem, chosen)
-    return moves
+    if problem.fits(moves):
+        return moves
+    counts = range(len(chosen), len(order) + 1)  # copies under way take room, too
+
+    def picked(count: int) -> list[Move]:
+        return assign(problem, [gaps[i] for i in order[:count]])
+
+    least = bisect_left(counts, True, key=lambda count: problem.fits(picked(count)))
+    return picked(counts[min(least, len(counts) - 1)])
 
 
 def search(

@@ -8,14 +8,16 @@ lineage: here the variants of blocks are what can run again, at their own price.
 fetch late tensors sooner in the next step, is what calibration does for all plans.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from legroom.memory.actions import Action, Recompute
-from legroom.memory.gaps import Gap, find_gaps, link_s
+from legroom.memory.gaps import Gap, find_gaps, link_s, nearest_tier
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.schedule import Want, schedule, tighten
 
+DEADLINE_S = 8.0
 HIDDEN = 1e-4
 """A move that adds no more than this share to the step is hidden."""
 
@@ -42,12 +44,15 @@ def capuchin(problem: Problem) -> Choice:
     gaps = sorted(_candidates(problem), key=lambda gap: (_free_s(problem, gap), -gap.storage))
     open_reruns = sorted(_reruns(problem), key=lambda rerun: rerun.price_s)
     now_s = time_s(actions)
+    until = time.monotonic() + DEADLINE_S
     while not problem.fits(actions):
+        if time.monotonic() > until:  # the rest at once: a plan is better than none
+            return Choice(_rest(problem, chosen, gaps, reruns), "cut short: all else moved")
         dropped, moved = {s for r in reruns for s in r.drops}, {gap.storage for gap in chosen}
         taken = {r.action.block for r in reruns}
         able = (r for r in open_reruns if r.action.block not in taken and not r.drops & moved)
         rerun = next(able, None)
-        while gaps and gaps[-1].storage in dropped:
+        while gaps and (gaps[-1].storage in dropped or not _has_room(problem, chosen, gaps[-1])):
             gaps.pop()
         if not gaps and rerun is None:
             break
@@ -62,6 +67,13 @@ def capuchin(problem: Problem) -> Choice:
             actions = _actions(problem, chosen, reruns)
         now_s = time_s(actions)
     return Choice(actions, f"{len(chosen)} tensors moved, {len(reruns)} blocks recomputed")
+
+
+def _rest(
+    problem: Problem, chosen: list[Gap], gaps: Sequence[Gap], reruns: Sequence[Rerun]
+) -> list[Action]:
+    dropped = {s for r in reruns for s in r.drops}
+    return _actions(problem, [*chosen, *(g for g in gaps if g.storage not in dropped)], reruns)
 
 
 def _candidates(problem: Problem) -> list[Gap]:
@@ -79,6 +91,13 @@ def _free_s(problem: Problem, gap: Gap) -> float:
     return gap.seconds - there - link_s(problem.simulator, tier, gap.num_bytes, out=False)
 
 
+def _has_room(problem: Problem, chosen: Sequence[Gap], gap: Gap) -> bool:
+    room: dict[str, int] = {}
+    for other in chosen:
+        nearest_tier(problem, other.num_bytes, room)
+    return nearest_tier(problem, gap.num_bytes, room) is not None
+
+
 def _reruns(problem: Problem) -> Iterator[Rerun]:
     for b, block in enumerate(problem.step.blocks):
         for variant in block.variants if not block.barred else ():
@@ -90,12 +109,8 @@ def _reruns(problem: Problem) -> Iterator[Rerun]:
 
 def _actions(problem: Problem, gaps: Sequence[Gap], reruns: Sequence[Rerun]) -> list[Action]:
     recomputes = [r.action for r in reruns]
-    room = {tier: problem.budget[tier] for tier in problem.tiers()}
-    wants = []
-    for gap in gaps:
-        tier = next((t for t, left in room.items() if left >= gap.num_bytes), None)
-        if tier is not None:
-            room[tier] -= gap.num_bytes
-            wants.append(Want(gap.storage, tier))
+    room: dict[str, int] = {}
+    found = ((gap, nearest_tier(problem, gap.num_bytes, room)) for gap in gaps)
+    wants = [Want(gap.storage, tier) for gap, tier in found if tier is not None]
     moves = schedule(problem.simulator, wants, recomputes)
     return [*recomputes, *tighten(problem.simulator, moves, recomputes, problem.limit)]

@@ -8,12 +8,14 @@ paper also plans weights, and lets pages fault; an eager step holds its weights,
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from legroom.machine.spec import Link
 from legroom.memory.actions import Move
-from legroom.memory.gaps import Gap, eager_prefetch, find_gaps, link_s, make_move
+from legroom.memory.gaps import Gap, eager_prefetch, find_gaps, make_move
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.schedule import tighten
 from legroom.memory.simulate import Simulator
@@ -21,7 +23,7 @@ from legroom.memory.simulate import Simulator
 Floats = npt.NDArray[np.float64]
 TARGET = 0.99
 """Of the budget."""
-SPARE = 1.5
+SPARE = 1.25
 """A period has to last so many times as long as both copies to the disk."""
 
 
@@ -55,6 +57,12 @@ class Ledger:
         """Whether the last link to a tier has no room for this much within so many ops."""
         last = self._hops(tier, out=True)[-1]
         return bool(self.free[last][start : start + seconds].sum() < num_bytes)
+
+    def way(self, tier: str) -> Sequence[Link]:
+        """The links to a tier."""
+        route = self.routes[tier]
+        assert route is not None
+        return route[0]
 
     def _hops(self, tier: str, out: bool) -> list[str]:
         route = self.routes[tier]
@@ -138,8 +146,12 @@ def _with_evictions(problem: Problem, moves: list[Move], room: dict[str, int]) -
 
 
 def _cost_s(simulator: Simulator, gap: Gap, tier: str) -> float:
-    return link_s(simulator, tier, gap.num_bytes, out=True) + link_s(
-        simulator, tier, gap.num_bytes, out=False
+    """Time of both copies, on all their links."""
+    route = simulator.routes[tier]
+    assert route is not None
+    return sum(
+        sum(hop.latency_s for hop in way) + gap.num_bytes / min(hop.bytes_per_s for hop in way)
+        for way in route
     )
 
 
@@ -150,7 +162,7 @@ def _placed(
     order = []
     if "disk" in room and gap.seconds > SPARE * _cost_s(problem.simulator, gap, "disk"):
         until = problem.simulator.until_s
-        ahead_s = link_s(problem.simulator, "disk", gap.num_bytes, out=True)
+        ahead_s = gap.num_bytes / min(hop.bytes_per_s for hop in ledger.way("disk"))
         ops = bisect_left(until, gap.start_s + ahead_s) - gap.start + 1
         full = ledger.is_full("disk", gap.num_bytes, gap.start, ops)
         order = ["host", "disk"] if full else ["disk", "host"]

@@ -1,10 +1,10 @@
 """Move by intervals of layers, what the next interval needs first (Sentinel, Ren et al. 2021).
 
 A step is cut into intervals of equally many layers. What an interval has used and will not use
-again leaves at once; what the next one needs is fetched while this one runs, and the device waits
-for it where it begins. Tensors that live within one layer never move. The length of intervals is
-chosen by trying each in the simulator; the paper has a formula for it, of the same terms. That it
-counts accesses by page faults, and lays tensors out in pages by their lives, is its kernel's work.
+again leaves at once; what the next one needs is fetched while this one runs, and waited for where
+it is used. Tensors that live within one layer never move. The length of intervals is chosen by
+trying each in the simulator; the paper has a formula for it, of the same terms. That it counts
+accesses by page faults, and lays tensors out in pages by their lives, is its kernel's work.
 """
 
 from bisect import bisect_left, bisect_right
