@@ -7,7 +7,7 @@ backward begins where the first of them is asked for.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -158,6 +158,18 @@ def assign(problem: Problem, gaps: Iterable[Gap], tight: bool = True) -> list[Mo
     wants = [Want(gap.storage, tier) for gap, tier in found if tier is not None]
     moves = schedule(problem.simulator, wants, [])
     return tighten(problem.simulator, moves, [], problem.limit) if tight else moves
+
+
+def fewest(
+    problem: Problem, count: int, made: Callable[[int], list[Move]], least: int = 0
+) -> list[Move]:
+    """The moves made of the smallest number of tensors that fits; of all, if none does.
+
+    By halving: more tensors are taken to need no more of the device.
+    """
+    counts = range(least, count + 1)
+    at = bisect_left(counts, True, key=lambda n: problem.fits(made(n)))
+    return made(counts[min(at, len(counts) - 1)])
 
 
 def eager_prefetch(simulator: Simulator, moves: Sequence[Move], limit: int) -> list[Move]:

@@ -8,7 +8,6 @@ brought to one scale, is searched by what the simulator says of the step: about 
 Gaussian process. Copies are scheduled out in order of last use and in from the last one backwards.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from legroom.memory.actions import Move
-from legroom.memory.gaps import Gap, assign, find_gaps, link_s
+from legroom.memory.gaps import Gap, assign, fewest, find_gaps, link_s
 from legroom.memory.planner import POLICIES, Choice, Problem
 
 Floats = npt.NDArray[np.float64]
@@ -139,13 +138,11 @@ def _picked(problem: Problem, gaps: Sequence[Gap], scores: Floats) -> list[Move]
     moves = assign(problem, chosen)
     if problem.fits(moves):
         return moves
-    counts = range(len(chosen), len(order) + 1)  # copies under way take room, too
 
     def picked(count: int) -> list[Move]:
         return assign(problem, [gaps[i] for i in order[:count]])
 
-    least = bisect_left(counts, True, key=lambda count: problem.fits(picked(count)))
-    return picked(counts[min(least, len(counts) - 1)])
+    return fewest(problem, len(order), picked, len(chosen))  # copies under way take room, too
 
 
 def search(

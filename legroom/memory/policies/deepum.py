@@ -10,7 +10,7 @@ pages of 2 MiB, belong to its driver.
 from bisect import bisect_left
 
 from legroom.memory.actions import Move
-from legroom.memory.gaps import Gap, find_gaps, link_s, make_move, nearest_tier
+from legroom.memory.gaps import Gap, fewest, find_gaps, link_s, make_move, nearest_tier
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.schedule import tighten
 
@@ -22,9 +22,7 @@ AHEAD = 32
 def deepum(problem: Problem) -> Choice:
     """Move the oldest tensors, as few as fit, each fetched 32 ops ahead."""
     gaps = find_gaps(problem)
-    counts = range(len(gaps) + 1)
-    least = bisect_left(counts, True, key=lambda n: problem.fits(_moves(problem, gaps[:n])))
-    moves = _moves(problem, gaps[: min(least, len(gaps))])
+    moves = fewest(problem, len(gaps), lambda n: _moves(problem, gaps[:n]))
     return Choice(list(moves), f"the oldest {len(moves)} of {len(gaps)} tensors moved")
 
 

@@ -6,12 +6,10 @@ for the largest op. The paper's second phase trades tensors for such that compre
 to the SSD; a plan has one action for a tensor, so that is not built. Tensors below 1 MiB stay.
 """
 
-from bisect import bisect_left
-
 import numpy as np
 
 from legroom.memory.actions import Move
-from legroom.memory.gaps import Gap, eager_prefetch, find_gaps
+from legroom.memory.gaps import Gap, eager_prefetch, fewest, find_gaps
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.schedule import Want, schedule, tighten
 
@@ -25,9 +23,7 @@ def flashneuron(problem: Problem) -> Choice:
     peak = int(problem.simulator.shape([]).during.max(initial=0))
     gaps = find_gaps(problem, min(LEAST_BYTES, int(LEAST_SHARE * peak)))
     gaps.sort(key=lambda gap: problem.step.packed(gap.storage))
-    counts = range(len(gaps) + 1)
-    least = bisect_left(counts, True, key=lambda n: problem.fits(_moves(problem, gaps[:n])))
-    moves = _moves(problem, gaps[: min(least, len(gaps))])
+    moves = fewest(problem, len(gaps), lambda n: _moves(problem, gaps[:n]))
     eager = eager_prefetch(problem.simulator, moves, problem.limit - _working_set(problem))
     moves = eager if problem.fits(eager) else moves
     return Choice(list(moves), f"the first {len(moves)} of {len(gaps)} tensors moved")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from legroom.machine.spec import Link
 from legroom.memory.actions import Move
-from legroom.memory.gaps import Gap, eager_prefetch, find_gaps, make_move
+from legroom.memory.gaps import Gap, eager_prefetch, fewest, find_gaps, make_move
 from legroom.memory.planner import POLICIES, Choice, Problem
 from legroom.memory.schedule import tighten
 from legroom.memory.simulate import Simulator
@@ -141,8 +141,7 @@ def _with_evictions(problem: Problem, moves: list[Move], room: dict[str, int]) -
                 more.append(make_move(problem.step, gap, tier, gap.start, gap.end))
         return tighten(problem.simulator, [*moves, *more], [], problem.limit)
 
-    counts = range(len(others) + 1)
-    return evicted(bisect_left(counts, True, key=lambda count: problem.fits(evicted(count))))
+    return fewest(problem, len(others), evicted)
 
 
 def _cost_s(simulator: Simulator, gap: Gap, tier: str) -> float:

@@ -11,7 +11,7 @@ attention again, is not built.
 from bisect import bisect_left
 
 from legroom.memory.actions import Move
-from legroom.memory.gaps import Gap, find_gaps, link_s, make_move, nearest_tier
+from legroom.memory.gaps import Gap, fewest, find_gaps, link_s, make_move, nearest_tier
 from legroom.memory.planner import POLICIES, Choice, Problem
 
 
@@ -19,9 +19,7 @@ from legroom.memory.planner import POLICIES, Choice, Problem
 def meng17(problem: Problem) -> Choice:
     """Move the longest-lived tensors, as few as fit, and fetch each just in time."""
     gaps = sorted(find_gaps(problem), key=lambda gap: (-gap.end, gap.start))
-    counts = range(len(gaps) + 1)
-    least = bisect_left(counts, True, key=lambda n: problem.fits(_moves(problem, gaps[:n])))
-    moves = _moves(problem, gaps[: min(least, len(gaps))])
+    moves = fewest(problem, len(gaps), lambda n: _moves(problem, gaps[:n]))
     return Choice(list(moves), f"{len(moves)} of {len(gaps)} tensors moved, the longest-lived")
 
 

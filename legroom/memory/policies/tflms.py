@@ -12,7 +12,7 @@ tensors and no search, is `tflms_v1`.
 from bisect import bisect_left
 
 from legroom.memory.actions import Move
-from legroom.memory.gaps import Gap, find_gaps, link_s, make_move, nearest_tier
+from legroom.memory.gaps import Gap, fewest, find_gaps, link_s, make_move, nearest_tier
 from legroom.memory.planner import POLICIES, Choice, Problem
 
 LEAST_AHEAD = 1
@@ -38,10 +38,7 @@ def tflms(problem: Problem) -> Choice:
 
 
 def _fewest(problem: Problem, gaps: list[Gap], mode: int) -> Choice:
-    def fits(count: int) -> bool:
-        return problem.fits(_moves(problem, gaps[:count], mode))
-
-    moves = _moves(problem, gaps[: bisect_left(range(len(gaps)), True, key=fits)], mode)
+    moves = fewest(problem, len(gaps), lambda n: _moves(problem, gaps[:n], mode))
     return Choice(list(moves), f"{len(moves)} of {len(gaps)} tensors moved, in sync mode {mode}")
 
 

@@ -5,9 +5,7 @@ distance. Its contention avoidance deals such sets over devices that share a roo
 nor is the offline program.
 """
 
-from bisect import bisect_left
-
-from legroom.memory.gaps import assign, find_gaps
+from legroom.memory.gaps import assign, fewest, find_gaps
 from legroom.memory.planner import POLICIES, Choice, Problem
 
 
@@ -15,7 +13,5 @@ from legroom.memory.planner import POLICIES, Choice, Problem
 def tmof(problem: Problem) -> Choice:
     """Move the tensors with the largest reuse distance, as few as fit."""
     gaps = sorted(find_gaps(problem), key=lambda gap: (-gap.seconds, gap.storage))
-    counts = range(len(gaps) + 1)
-    least = bisect_left(counts, True, key=lambda n: problem.fits(assign(problem, gaps[:n])))
-    moves = assign(problem, gaps[: min(least, len(gaps))])
+    moves = fewest(problem, len(gaps), lambda n: assign(problem, gaps[:n]))
     return Choice(list(moves), f"{len(moves)} of {len(gaps)} tensors moved, the longest idle")
