@@ -32,9 +32,9 @@ def measure(
 
 
 def early_peak(kind: Kind, reading: Reading, model: nn.Module, states: StateKeeper) -> int:
-    """The peak of a step that is not recorded yet; 0 where it was not measured."""
+    """The peak of a step that is not recorded yet; 0 where it was not measured, or is capped."""
     if "step" not in reading.peaks:
-        return reading.peaks.get("reserved", 0)
+        return 0
     there = kind.state_bytes  # before it; what it made itself is in its own peak
     kind.state_bytes = state_bytes(states.optimizer, states.device)
     static = held_bytes(model, None, states.device) + there
