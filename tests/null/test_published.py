@@ -95,7 +95,11 @@ def test_a_budget_of_nothing_is_refused(policy: str) -> None:
 def test_five_hundred_tensors_are_planned_soon(policy: str) -> None:
     """With a host that holds a few of them: no policy tries one after the other for ever."""
     step = chain(120, 100, num_saved=3, output_bytes=10)
-    planned(step, budget(step, 0.5, host=2000), policy, 200.0)
+    limits = budget(step, 0.5, host=2000)
+    plan = planned(step, limits, policy, 200.0)
+    if plan is not None:
+        assert plan.predicted.device_bytes <= limits["device"]
+        assert plan.predicted.peak_bytes.get("host", 0) <= limits["host"]
 
 
 # -- what they share -----------------------------------------------------------------------------
