@@ -31,6 +31,9 @@ TINY: dict[str, dict[str, int]] = {
 }
 """Sizes that run on a CPU."""
 
+PEER_WARM = 10
+"""Warm steps of a peer, at most: it has nothing to learn from more."""
+
 Row = dict[str, Any]
 GO = "go\n"
 """What a child that waits is told."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from cases import (
     GIB,
+    PEER_WARM,
     RESULTS,
     Child,
     Results,
@@ -60,7 +61,8 @@ def run_case(args: argparse.Namespace) -> Row:
         around = set_up(args.case_tool, example.model)
     # "idle": every other step without legroom, for what it costs where it has nothing to do.
     every = 2 if args.case_tool == "idle" else 1
-    counts = {"warm": args.warm, "steps": args.steps, "every": every}
+    warm = min(args.warm, PEER_WARM) if args.case_tool in PEERS else args.warm
+    counts = {"warm": warm, "steps": args.steps, "every": every}
     train(times, example, optimizer, around=around, job=job, **counts)
     row = times.row()
     if args.case_tool == "legroom":

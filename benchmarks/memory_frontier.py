@@ -31,6 +31,7 @@ from typing import Any
 
 from cases import (
     GIB,
+    PEER_WARM,
     RESULTS,
     TINY,
     Child,
@@ -73,8 +74,6 @@ FIRST_BATCH = {"llama-1b": 4, "resnet152": 64}
 WITHOUT_ATTENTION = ("resnet152", "unet-512")
 AHEAD_STEPS = 5
 """Warm steps of a case that is only to be compiled: legroom tries builds in its third."""
-PEER_WARM = 10
-"""Warm steps of a peer, at most: it has nothing to learn from more."""
 ANSWERS = ("OutOfMemoryError", "BudgetError")
 """Errors that say that a case does not fit; after others it is run again."""
 

@@ -51,6 +51,8 @@ def _fake_like(tensor: Tensor, device: torch.device) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
+MOST_TRIED_BYTES = 256 << 20
+"""An op is run to see what it keeps, if that is not more."""
 SMALL_INDEX_BYTES = 1 << 20
 
 
@@ -73,7 +75,7 @@ def run_small_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     random = torch.Tag.nondeterministic_seeded in func.tags
     if random or any(isinstance(x, FakeTensor) for x in tensors):
-        return _with_true_statistics(func, args, func(*args, **kwargs))
+        return _as_in_truth(func, args, func(*args, **kwargs))
     makes_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
     if makes_tensors and not func._schema.is_mutable:
         fake = func(*args, **kwargs)
@@ -84,11 +86,33 @@ def run_small_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return func(*args, **kwargs)
 
 
-def _with_true_statistics(func: Any, args: tuple[Any, ...], results: Any) -> Any:
-    """Batch norm of halves with float weights keeps float statistics; fake ones come as halves."""
-    if func is not torch.ops.aten.native_batch_norm.default or args[1] is None:
-        return results
-    return (results[0], *(x.to(args[1].dtype) for x in results[1:]))
+def _as_in_truth(func: Any, args: tuple[Any, ...], results: Any) -> Any:
+    """Mend what fake tensors do not know of an op's results."""
+    if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
+        # With halves as input and float weights, statistics are kept as floats.
+        return (results[0], *(x.to(args[1].dtype) for x in results[1:]))
+    if func is torch.ops.aten.mkldnn_rnn_layer.default and results[3].numel() == 0:
+        return (*results[:3], results[3].new_empty(_kept_by_lstm(func, args, results[0])))
+    return results
+
+
+def _kept_by_lstm(func: Any, args: tuple[Any, ...], output: Tensor) -> int:
+    """What a layer of LSTM on a CPU keeps for its backward.
+
+    It is asked, unless it is large; then that is four gates, and eleven times the states, six of
+    them gradients in float32.
+    """
+    states = output.numel() + output[0].numel()
+    about = int(4 * output.nbytes + 1.02 * states * (5 * output.itemsize + 6 * 4))
+    if about > MOST_TRIED_BYTES:
+        return about
+    with unset_fake_temporarily(), torch.enable_grad():  # without, it keeps nothing
+        real = [_zeros_like(x) if isinstance(x, Tensor) else x for x in args]
+        return int(func(*real)[3].numel())
+
+
+def _zeros_like(fake: Tensor) -> Tensor:
+    return torch.zeros(fake.shape, dtype=fake.dtype)
 
 
 def _is_small_index(tensor: Tensor) -> bool:

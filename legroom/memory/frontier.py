@@ -32,7 +32,7 @@ def smallest(plan_at: PlanAt, natural_bytes: int) -> int:
     try:
         plan_at(1)
     except BudgetError as error:
-        return min(error.smallest_bytes or natural_bytes, natural_bytes)
+        return min(1 + error.missing_bytes, natural_bytes)
     return 1
 
 

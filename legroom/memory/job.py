@@ -47,6 +47,7 @@ from legroom.memory.profile import (
 from legroom.memory.recorder import Recorder
 from legroom.memory.relief import PRESSED, after_failure, is_over, make_room, or_first, waits
 from legroom.memory.run import Runner
+from legroom.memory.scratch import scratch_bytes
 from legroom.memory.script import Script
 from legroom.memory.signature import Signer
 from legroom.memory.strays import OVER, note_step
@@ -205,7 +206,8 @@ class MemoryJob:
             return
         held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
         kind.capture = self._counted(kind.capture, None, self.meter.found(), held)
-        unseen = (loss.num_bytes + self.meter.scratch, loss.num_bytes, 0)
+        unknown = loss.num_bytes + scratch_bytes(kind.capture.step)
+        unseen = (unknown + self.meter.scratch, unknown, 0)
         make = partial(make_safe_plan, lossy=self.lossy, unseen=unseen, tight=tight)
         kind.plan = make(kind.capture.step, self.machine, self.planning_budget(), self.policy)
         kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)

@@ -153,29 +153,30 @@ def make_safe_plan(
 
     That is scratch memory, a loss computed outside the model, and what libraries take: `unseen`
     bytes, the first of these that can be had; and a gap for a large tensor, if that can be had.
-    Where no such room can be had, a `tight` plan leaves half of what it could at most, or none;
-    else BudgetError is raised.
+    Where no such room can be had, a `tight` plan takes as little as can be, or half of what there
+    is if nothing is known to come, and leaves the rest; one that is not raises BudgetError where
+    even a usual share of the budget is too small.
     """
     names = ("keep_all", "recompute_all", "auto") if policy == "auto" else (policy,)
     limit, make = budget["device"], partial(make_plan, step, machine, lossy=lossy)
-    spare = spared_bytes(step, limit)
-    rooms = [max(int(limit * SAFE) - num_bytes, 0) for num_bytes in unseen]
-    *others, last = itertools.product(rooms, names)
+    spare, safe = spared_bytes(step, limit), int(limit * SAFE)
+    rooms = [max(safe - num_bytes, 0) for num_bytes in unseen]
     roomy = max(rooms[0] - spare, 0)
-    others[:0] = [(roomy, name) for name in names[:-1] if spare]  # if that is simple
-    for room, name in others:
+    tries = [(roomy, name) for name in names[:-1] if spare]  # if that is simple
+    least = min((num_bytes for num_bytes in unseen if num_bytes), default=0)
+    tries += itertools.product([room for room in rooms if room < safe or not least], names)
+    for room, name in tries:
         with contextlib.suppress(BudgetError):
             return make({**budget, "device": room}, name)
-    room, name = last
+    if not tight:
+        return make({**budget, "device": safe}, policy)
+    room = max(limit - least, 0)
     try:
-        return make({**budget, "device": room}, name)
+        return make({**budget, "device": room}, policy)
     except BudgetError as error:  # not kept: it would hold all callers' tensors in a cycle
-        if not tight:
-            raise
         smallest = min(room + error.missing_bytes, limit)
     with contextlib.suppress(BudgetError):
-        return make({**budget, "device": (smallest + limit) // 2}, policy)
-    least = min((num_bytes for num_bytes in unseen if num_bytes), default=0)
+        return make({**budget, "device": smallest if least else (smallest + limit) // 2}, policy)
     return make(budget, policy, beside=least)
 
 
@@ -287,8 +288,8 @@ def budget_error(plan: Plan, step: Step, tier: str, beside: int = 0) -> BudgetEr
     works = f"The smallest budget that works with it{told} is {_exactly(peak)}. "
     if beside:
         works += (
-            f"A loss outside of the model, of which nothing is known before a step has run, may "
-            f"take up to {format_bytes(beside)} more: {_exactly(peak + beside)}. "
+            f"What is not known before a step has run, scratch of kernels and a loss outside of "
+            f"the model, may take up to {format_bytes(beside)} more: {_exactly(peak + beside)}. "
         )
     parts = sorted(plan.predicted.peak_parts.items(), key=lambda x: -x[1])
     made_of = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import legroom
 from legroom.core.errors import StepError
+from legroom.examples import EXAMPLES
 from legroom.memory.trace import Phase
 from tests.torch.nets import Mlp
 from tests.torch.support import MACHINE, fitted
@@ -56,6 +57,33 @@ def test_a_first_plan_holds_nothing_of_the_step_it_is_made_for() -> None:
             assert mark() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["transformer", "convnet", "unet", "lstm", "llama-tiny"])
+def test_the_budget_that_a_refusal_names_works(name: str) -> None:
+    """Also where kernels take scratch that shapes do not show: no step of the next try is refused.
+
+    The third is recorded, and from there on all is known.
+    """
+    told: list[int] = []
+    for budget in (1 << 20, 0):
+        example = EXAMPLES[name]()
+        optimizer = torch.optim.AdamW(example.model.parameters(), fused=True)
+        batch = example.make_batch()
+        with legroom.fit(example.model, optimizer, budget=budget or told[0]) as job:
+            job.meter.peaks = True
+            try:
+                for _ in range(5):
+                    with job.step():
+                        example.loss_fn(example.model, batch).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except legroom.BudgetError as error:
+                told.append(error.smallest_bytes or 0)
+            else:
+                measured = job.comparison().measured
+                assert measured is not None and measured.device_bytes <= told[0]
+    assert len(told) == 1 and told[0] > 1 << 20
 
 
 def test_gradients_that_go_with_their_step_are_known_as_such() -> None:
