@@ -1,44 +1,47 @@
-"""`legroom compare`: every policy on one job, one machine and one budget."""
+"""`legroom compare`: every policy on one job, one machine and one budget, or many."""
 
 import math
-import multiprocessing
-import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.bar import Bar
+from rich.console import RenderableType
 from rich.table import Table
 
 from legroom.cli.answer import Answer, in_fields, progress, verb
 from legroom.cli.jobs import build, check_policy, machine_or_this, trace_job
+from legroom.cli.many import Order, Task, plan_all
 from legroom.cli.options import (
     AsJson,
     BudgetText,
     MachineName,
     OptimizerName,
     Sizes,
+    check_folders,
     read_budget,
     read_sizes,
 )
 from legroom.cli.policies import policy_docs
-from legroom.core.errors import BudgetError, InputError, LegroomError, in_short
+from legroom.cli.rerun import run_policy
+from legroom.core.errors import BudgetError, InputError, LegroomError
+from legroom.core.outcome import Comparison
 from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine, find_machine
 from legroom.memory.plan import Plan
-from legroom.memory.planner import POLICIES, make_plan
+from legroom.memory.planner import TIME_LIMIT_S
 from legroom.memory.trace import Step
-from legroom.views.table import plans_table
+from legroom.views.policies import in_order, policies_chart, ratios_table
+from legroom.views.table import plans_table, runs_table
 
 if TYPE_CHECKING:
     from legroom.core.outcome import Outcome
 
 BAR_WIDTH = 50
-FEW = 4
-"""Policies that are not worth processes of their own."""
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Of the peak with no budget: what is planned for with `--frontier`."""
+TRACES = (".json", ".json.gz")
 
 
 @verb
@@ -57,6 +60,19 @@ def compare(
     ] = None,
     optimizer: OptimizerName = "adamw",
     sizes: Sizes = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also train here under each plan, and show the errors.")
+    ] = False,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Plan for 90 to 20 % of what the step takes.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw the frontier as an SVG file.", dir_okay=False),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=0.1, help="Seconds that a search may take.")
+    ] = TIME_LIMIT_S,
     as_json: AsJson = False,
 ) -> Answer:
     """Let every policy plan the same step, and put the plans side by side.
@@ -69,27 +85,104 @@ def compare(
     A step recorded by `fit`, with times measured on your machine:
 
         legroom compare trace.json --budget 120MiB --policies auto,every_nth
+
+    Over many budgets, as a table and a figure:
+
+        legroom compare resnet50 --machine l4 --frontier --plot frontier.svg
+
+    Run for real, each in a process of its own:
+
+        legroom compare transformer --budget 120MiB --run
     """
     from legroom.ahead import machine_budget
     from legroom.memory.simulate import Simulator
 
+    frontier = frontier or plot is not None
+    _check(job, budget, run, frontier, plot)
     step, found = _step(job, machine, optimizer, read_sizes(sizes))
     names = _names(policies)  # the job's own file may have some of its own
-    limits = machine_budget(read_budget(budget), found)
+    task = Task(step, found, machine_budget(read_budget(budget), found), time_limit)
     unlimited = Simulator(step, found).run([], "keep_all")
-    results: dict[str, Plan | LegroomError] = {}
-    with progress("planning", len(names)) as advance:
-        for name, result in _plans(step, found, limits, names):
-            results[name] = result
-            advance(name)
-    results = dict(sorted(results.items(), key=_in_order))
+    if frontier:
+        return _frontier(job, task, names, unlimited, plot)
+    results = _plan_each(task, names)
     plans = [x for x in results.values() if isinstance(x, Plan)]
     rows = [x if isinstance(x, Plan) else (name, _short(x)) for name, x in results.items()]
     table = plans_table(rows, unlimited.step_s)
-    table.title = f"{step.model} on {found.name} in {format_bytes(limits['device'])}"
-    document = {"job": job, "machine": found.name, "budget": limits, "unlimited": unlimited}
+    table.title = f"{step.model} on {found.name} in {format_bytes(task.limits['device'])}"
+    document = {"job": job, "machine": found.name, "budget": task.limits, "unlimited": unlimited}
     document |= {"fits": bool(plans), "policies": [_fields(k, x) for k, x in results.items()]}
-    return Answer(document, [table, _bars(plans, unlimited)], bool(plans))
+    shown: list[RenderableType] = [table, _bars(plans, unlimited)]
+    if run:
+        given = [job, "--budget", budget, "--optimizer", optimizer]
+        given += ["--machine", machine] if machine else []
+        given += [part for size in sizes or () for part in ("--set", size)]
+        shown += _run_each(document, [plan.policy for plan in plans], given)
+    return Answer(document, shown, bool(plans))
+
+
+def _check(job: str, budget: str, run: bool, frontier: bool, plot: Path | None) -> None:
+    """Raise InputError for options that do not go together, before any work."""
+    check_folders([plot])
+    if frontier and budget != "auto":
+        raise InputError("--frontier plans for one budget after the other: leave --budget out")
+    if frontier and run:
+        raise InputError("--run trains under one budget: leave --frontier and --plot out")
+    if run and job.endswith(TRACES):
+        raise InputError(f"{job} is a saved trace, which cannot be trained: name the job to --run")
+
+
+def _plan_each(task: Task, names: list[str]) -> dict[str, Plan | LegroomError]:
+    """Each policy's plan or error, the fastest first."""
+    results = {}
+    orders = [Order(name, task.limits["device"]) for name in names]
+    with progress("planning", len(orders)) as advance:
+        for order, result in plan_all(task, orders):
+            results[order.policy] = result
+            advance(order.policy)
+    return dict(sorted(results.items(), key=_in_order))
+
+
+def _run_each(document: dict[str, Any], names: list[str], given: list[str]) -> list[RenderableType]:
+    """Measure those that fit, one after the other; puts what came of it into their rows."""
+    rows: dict[str, dict[str, Any]] = {row["policy"]: row for row in document["policies"]}
+    found: dict[str, Comparison | None] = {}
+    notes = list[RenderableType]()
+    with progress("training", len(names)) as advance:
+        for name in names:
+            result = run_policy(name, given)
+            failed = isinstance(result, LegroomError)
+            rows[name]["run"] = in_fields(result) if isinstance(result, LegroomError) else result
+            found[name] = None if isinstance(result, LegroomError) else result
+            notes += [f"{name}: {result}"] if failed else []
+            advance(name)
+    return [runs_table(found), *notes]
+
+
+def _frontier(
+    job: str, task: Task, names: list[str], unlimited: "Outcome", plot: Path | None
+) -> Answer:
+    """Every policy at one budget after the other."""
+    natural = unlimited.device_bytes
+    budgets = [int(share * natural) for share in SHARES]
+    ratios: dict[str, list[float | None]] = {name: [None] * len(budgets) for name in names}
+    orders = [Order(name, size) for size in budgets for name in names]
+    with progress("planning", len(orders)) as advance:
+        for order, result in plan_all(task, orders):
+            if isinstance(result, Plan):
+                at = budgets.index(order.device_bytes)
+                ratios[order.policy][at] = result.predicted.step_s / unlimited.step_s
+            advance(f"{order.policy} in {format_bytes(order.device_bytes)}")
+    title = f"{task.step.model} on {task.machine.name}: step time against that with no budget"
+    table = ratios_table(title, budgets, ratios, natural)
+    shown: list[RenderableType] = [table]
+    if plot is not None:
+        plot.write_text(policies_chart(title, budgets, ratios))
+        shown.append(f"figure written to {plot}")
+    fits = any(x is not None for row in ratios.values() for x in row)
+    document = {"job": job, "machine": task.machine.name, "unlimited": unlimited, "fits": fits}
+    document |= {"budgets": budgets, "ratios": in_order(ratios)}
+    return Answer(document, shown, fits)
 
 
 def _names(given: str | None) -> list[str]:
@@ -107,7 +200,7 @@ def _step(
     job: str, machine: str | None, optimizer: str, sizes: dict[str, Any]
 ) -> tuple[Step, Machine]:
     """The step of a saved trace, or of a job captured here; and the machine to plan for."""
-    if not job.endswith((".json", ".json.gz")):
+    if not job.endswith(TRACES):
         found = machine_or_this(machine)
         return trace_job(build(job, "meta", sizes), found, optimizer), found
     if sizes:
@@ -130,73 +223,6 @@ def machine_of(recorded: str, given: str | None) -> Machine:
             "name one with --machine"
         )
     return here
-
-
-Task = tuple[Step, Machine, dict[str, int]]
-_task: list[Task] = []
-"""In a process of its own: what to plan."""
-
-
-def _plans(
-    step: Step, machine: Machine, limits: dict[str, int], names: list[str]
-) -> Iterator[tuple[str, Plan | LegroomError]]:
-    """Each policy's plan or error, as they come: from several processes where there are many.
-
-    Those of the user's own are known in this one only.
-    """
-    own = names if len(names) <= FEW else [name for name in names if not _is_ours(name)]
-    yield from ((name, _plan(step, machine, limits, name)) for name in own)
-    names = [name for name in names if name not in own]
-    if not names:
-        return
-    pool = ProcessPoolExecutor(
-        min(len(names), os.cpu_count() or 1),
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_take_task,
-        initargs=(step.to_json(), machine.to_json(), limits),
-    )
-    asked = {pool.submit(_plan_task, name): name for name in names}
-    try:
-        for done in as_completed(asked):
-            yield asked[done], _result(done)
-    except BaseException:  # somebody does not want to wait
-        for process in list(pool._processes.values()):
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _result(done: "Future[Plan | LegroomError]") -> Plan | LegroomError:
-    try:
-        return done.result()
-    except Exception as error:  # its process ended, with all that were in it
-        return LegroomError(f"failed: {in_short(error)}")
-
-
-def _is_ours(name: str) -> bool:
-    policy = POLICIES[name]
-    return getattr(policy, "func", policy).__module__.startswith("legroom.")
-
-
-def _take_task(step: str, machine: str, limits: dict[str, int]) -> None:
-    _task[:] = [(Step.from_bytes(step.encode()), Machine.from_bytes(machine.encode()), limits)]
-
-
-def _plan_task(policy: str) -> Plan | LegroomError:
-    return _plan(*_task[0], policy)
-
-
-def _plan(step: Step, machine: Machine, limits: dict[str, int], policy: str) -> Plan | LegroomError:
-    try:
-        return make_plan(step, machine, limits, policy)
-    except BudgetError as error:
-        missing, smallest = error.missing_bytes, error.smallest_bytes  # not its frames
-        return BudgetError(str(error), missing_bytes=missing, smallest_bytes=smallest)
-    except LegroomError as error:
-        return LegroomError(str(error))
-    except Exception as error:  # a policy that fails is a row, not a crash
-        return LegroomError(f"failed: {in_short(error)}")
 
 
 def _in_order(row: tuple[str, Plan | LegroomError]) -> tuple[float, str]:

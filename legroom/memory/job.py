@@ -12,7 +12,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -206,11 +205,11 @@ class MemoryJob:
             return
         held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
         kind.capture = self._counted(kind.capture, None, self.meter.found(), held)
-        unknown = loss.num_bytes + scratch_bytes(kind.capture.step)
-        unseen = (unknown + self.meter.scratch, unknown, 0)
-        make = partial(make_safe_plan, lossy=self.lossy, unseen=unseen, tight=tight)
-        kind.plan = make(kind.capture.step, self.machine, self.planning_budget(), self.policy)
-        kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
+        step, unknown = kind.capture.step, loss.num_bytes + scratch_bytes(kind.capture.step)
+        how: Any = {"unseen": (unknown + self.meter.scratch, unknown, 0), "tight": tight}
+        given = (step, self.machine, self.planning_budget(), self.policy)
+        kind.plan = make_safe_plan(*given, lossy=self.lossy, **how)
+        kind.script = Script(step, kind.plan, kind.capture.forms)
 
     def _counted(self, capture: Capture, like: Step | None, *sizes: int) -> Capture:
         """With what else is on the device, and with what can be parked told from that."""
@@ -273,8 +272,7 @@ class MemoryJob:
     def _after_step(self) -> None:
         kind = self.current
         if kind is None:
-            warnings.warn("legroom: a step ran no forward with gradients", stacklevel=4)
-            return
+            return warnings.warn("legroom: a step ran no forward with gradients", stacklevel=4)
         kind.visits += 1
         if kind.visits == 1:  # libraries and optimizer have taken what they keep
             check_real(self.model)

@@ -19,6 +19,8 @@ from legroom.memory.play import tier_peaks
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
 
+TIME_LIMIT_S = 5.0
+
 
 class Problem(NamedTuple):
     """What a policy is given: the step on its machine, and the budget per tier."""
@@ -30,6 +32,8 @@ class Problem(NamedTuple):
     quick: bool = False
     """Whether a plan is wanted only to compare steps by: a good one soon is better than the best.
     """
+    time_limit_s: float = TIME_LIMIT_S
+    """How long searches may take; they return their best so far."""
 
     @property
     def step(self) -> Step:
@@ -106,6 +110,7 @@ def make_plan(
     quick: bool = False,
     caution: float = CAUTION,
     beside: int = 0,
+    time_limit_s: float = TIME_LIMIT_S,
 ) -> Plan:
     """Let a policy choose, replay its choice, and return the plan.
 
@@ -120,7 +125,7 @@ def make_plan(
     choose = POLICIES[policy]
     started = time.perf_counter()
     careful = careful_simulator(step, machine, caution)
-    choice = choose(Problem(careful, dict(budget), lossy, quick))
+    choice = choose(Problem(careful, dict(budget), lossy, quick, time_limit_s))
     outcome = Simulator(step, machine).run(choice.actions, policy)
     plan = Plan(
         policy=policy,

@@ -122,6 +122,18 @@ def cost_rows(costs: Sequence[ActionCost], limit: int) -> list[Row]:
     ]
 
 
+def runs_table(found: Mapping[str, Comparison | None]) -> Table:
+    """Predicted beside measured for several policies; None is a run that failed."""
+    table = _table("policy", "peak", "measured", "error", "step", "measured", "error")
+    table.title = Text("as run on this machine, predicted from the recorded step")
+    for name, both in found.items():
+        rows = [] if both is None else comparison_rows(both)
+        cells = {row[0]: row[1:4] for row in rows}
+        none = (NONE,) * 3
+        table.add_row(*_texts((name, *cells.get("peak", none), *cells.get("step time", none))))
+    return table
+
+
 def sum_up(costs: Sequence[ActionCost], label: str) -> ActionCost:
     """Many costs as one."""
     return ActionCost(

@@ -38,7 +38,10 @@ FLAGS = {
         "--save-trace",
         "--json",
     ],
-    "compare": ["JOB", "--machine", "--budget", "--policies", "--optimizer", "--set", "--json"],
+    "compare": [
+        *("JOB", "--machine", "--budget", "--policies", "--optimizer", "--set"),
+        *("--run", "--frontier", "--plot", "--time-limit", "--json"),
+    ],
     "policies": ["--json"],
     "show": ["FILE", "--page", "--perfetto", "--trace", "--machine", "--json"],
     "demo": ["--device", "--json"],

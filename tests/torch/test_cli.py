@@ -8,13 +8,16 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from legroom import __version__
-from legroom.cli import compare as compare_module
+from legroom.cli import many
 from legroom.cli.app import app
+from legroom.cli.rerun import run_policy
+from legroom.core.errors import LegroomError
 from legroom.machine.spec import Link, Machine, Tier, find_machine
 from legroom.memory.plan import Plan
 from legroom.memory.planner import POLICIES, Choice
@@ -264,7 +267,50 @@ def test_compare_plans_in_processes_what_is_not_the_users_own(
 def test_a_process_that_dies_is_a_row() -> None:
     done: Future[Any] = Future()
     done.set_exception(BrokenProcessPool("a process ended"))
-    assert "failed: BrokenProcessPool: a process ended" in str(compare_module._result(done))
+    assert "failed: BrokenProcessPool: a process ended" in str(many.result_of(done))
+
+
+def test_compare_runs_plans_for_real(cpu: list[str]) -> None:
+    """Each in a process of its own; one that does not fit is not run."""
+    names = ["--policies", "every_nth,swap_all,keep_all"]
+    found = answer("compare", *JOB, *cpu, *BUDGET, *names, "--run")
+    rows = {row["policy"]: row for row in found["policies"]}
+    assert "run" not in rows["keep_all"]
+    for name in ("every_nth", "swap_all"):
+        both = rows[name]["run"]
+        assert both["measured"]["source"] == "measured" and both["measured"]["step_s"] > 0
+        peaks = [both[k]["peak_bytes"]["device"] for k in ("predicted", "measured")]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+def test_a_run_that_fails_is_said_and_not_a_crash(cpu: list[str]) -> None:
+    nowhere = run_policy("auto", ["nowhere.py:job"])
+    assert isinstance(nowhere, LegroomError) and "nowhere" in str(nowhere)
+    small = run_policy("auto", [*JOB, *cpu, "--budget", "100KB"])
+    assert isinstance(small, LegroomError) and "smallest budget" in str(small)
+
+
+def test_compare_over_many_budgets_is_a_table_and_a_figure(tmp_path: Path, cpu: list[str]) -> None:
+    """Ratios fall with the budget; what fits nowhere is not drawn."""
+    path = tmp_path / "frontier.svg"
+    names = ["--policies", "auto,keep_all,every_nth"]
+    found = answer("compare", *JOB, *cpu, *names, "--plot", str(path))
+    assert len(found["budgets"]) == 8 and found["ratios"]["keep_all"] == [None] * 8
+    auto = [x for x in found["ratios"]["auto"] if x is not None]
+    assert len(auto) >= 5 and auto == sorted(auto)
+    drawing = ElementTree.parse(path).getroot()
+    lines = [x for x in drawing.iter() if x.tag.endswith("polyline")]
+    words = [x.text for x in drawing.iter() if x.tag.endswith("text")]
+    assert len(lines) == 2 and "auto" in words and "keep_all" not in words
+    text = call("compare", *JOB, *cpu, *names, "--frontier").stdout
+    assert "90 %" in text and "every_nth" in text
+
+
+def test_compare_refuses_what_does_not_go_together(cpu: list[str]) -> None:
+    assert "leave --budget out" in refusal("compare", *JOB, *cpu, *BUDGET, "--frontier")
+    assert "one budget" in refusal("compare", *JOB, *cpu, "--frontier", "--run")
+    assert "cannot be trained" in refusal("compare", "trace.json", *cpu, "--run")
+    assert "no folder" in refusal("compare", *JOB, *cpu, "--plot", "nowhere/x.svg")
 
 
 def test_compare_that_no_policy_passes_is_code_1(cpu: list[str]) -> None:
