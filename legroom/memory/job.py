@@ -12,6 +12,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -26,11 +27,12 @@ from legroom.memory.escape import check_real
 from legroom.memory.host import BOLD, CAUTION, GAIN
 from legroom.memory.kinds import Kind, Outfit
 from legroom.memory.measure import early_peak, measure
-from legroom.memory.mechanisms.hooks import Live
+from legroom.memory.mechanisms.hooks import Live, check_hooks, innermost
 from legroom.memory.mechanisms.states import StateKeeper
 from legroom.memory.online import make_evictor
+from legroom.memory.ops import in_backward
 from legroom.memory.parking import held_fast, with_states
-from legroom.memory.planner import make_placed_plan, make_safe_plan, rough_placement
+from legroom.memory.planner import make_first_plan, make_placed_plan, rough_placement
 from legroom.memory.profile import (
     Capture,
     StandInLoss,
@@ -46,12 +48,11 @@ from legroom.memory.profile import (
 from legroom.memory.recorder import Recorder
 from legroom.memory.relief import PRESSED, after_failure, is_over, make_room, or_first, waits
 from legroom.memory.run import Runner
-from legroom.memory.scratch import scratch_bytes
 from legroom.memory.script import Script
 from legroom.memory.signature import Signer
 from legroom.memory.strays import OVER, note_step
 from legroom.memory.tiers import Tiers
-from legroom.memory.timers import CpuTimer, CudaTimer
+from legroom.memory.timers import CpuTimer, CudaTimer, is_taken
 from legroom.memory.trace import Step
 from legroom.memory.verify import Verdict, settle, verify_step
 
@@ -60,13 +61,6 @@ if TYPE_CHECKING:
 
 MAX_REPLANS = 2
 """Most often that a signature is planned anew."""
-
-
-def make_workshop(model: nn.Module, device: torch.device) -> "Workshop":
-    """What compiles blocks; the compiler is imported only where it is asked for."""
-    from legroom.memory.workshop import Workshop
-
-    return Workshop(model, device)
 
 
 class MemoryJob:
@@ -95,7 +89,11 @@ class MemoryJob:
         self.runner = Runner(model, device, shielded=compile_blocks)
         self.tiers = Tiers(device, disk_dir, before_close=self.runner.mover.evacuate)
         self.states = StateKeeper(optimizer, dict(model.named_parameters()), device)
-        self.workshop = make_workshop(model, device) if compile_blocks else None
+        self.workshop: Workshop | None = None
+        if compile_blocks:  # the compiler is imported only where it is asked for
+            from legroom.memory import workshop
+
+            self.workshop = workshop.Workshop(model, device)
         self.meter: Meter = make_meter(device)
         self.meter.cap(self.budget["device"])
         self._stack: contextlib.ExitStack | None = None
@@ -119,6 +117,7 @@ class MemoryJob:
         if self._stack is not None:
             raise StepError("a step is already open: steps do not nest")
         self.current = self._recording = None
+        self._around = innermost()
         try:
             with contextlib.ExitStack() as self._stack:
                 yield
@@ -136,9 +135,11 @@ class MemoryJob:
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The first forward of a step: now its signature is known, and its plan taken up."""
         ready = self._stack is not None and self.current is None and not self._busy
-        if not ready or not torch.is_grad_enabled() or model is not self.model:
+        learns = torch.is_grad_enabled() and not in_backward()
+        if not ready or not learns or model is not self.model:
             return
         check_device(self.model, self.device)
+        check_hooks(self._around)
         signature = self.signer.signature(args, kwargs)
         kind = self.kinds.setdefault(signature, Kind(signature))
         if kind.visits == 0 and kind.plan is None:
@@ -153,7 +154,8 @@ class MemoryJob:
         warm, shop = self.meter.warm, self.workshop
         if shop is not None and kind.visits == warm - 1 and kind.capture is not None:
             stack.enter_context(shop.sampling(kind.capture.step, (args, kwargs)))
-        if kind.visits < warm or kind.recorded:
+        wanted = self.device.type == "cpu" and is_taken()  # the profiler that recording needs
+        if kind.visits < warm or kind.recorded or wanted:
             stack.enter_context(self.meter.step(self.model, apart=kind.learning))
             stack.enter_context(self.runner.following())
             return
@@ -205,11 +207,10 @@ class MemoryJob:
             return
         held = held_bytes(self.model, self.optimizer, self.device, (args, kwargs))
         kind.capture = self._counted(kind.capture, None, self.meter.found(), held)
-        step, unknown = kind.capture.step, loss.num_bytes + scratch_bytes(kind.capture.step)
-        how: Any = {"unseen": (unknown + self.meter.scratch, unknown, 0), "tight": tight}
-        given = (step, self.machine, self.planning_budget(), self.policy)
-        kind.plan = make_safe_plan(*given, lossy=self.lossy, **how)
-        kind.script = Script(step, kind.plan, kind.capture.forms)
+        unseen = (loss.num_bytes + self.meter.scratch, loss.num_bytes, 0)
+        make = partial(make_first_plan, lossy=self.lossy, unseen=unseen, tight=tight)
+        kind.plan = make(kind.capture.step, self.machine, self.planning_budget(), self.policy)
+        kind.script = Script(kind.capture.step, kind.plan, kind.capture.forms)
 
     def _counted(self, capture: Capture, like: Step | None, *sizes: int) -> Capture:
         """With what else is on the device, and with what can be parked told from that."""
@@ -260,9 +261,8 @@ class MemoryJob:
 
     def _take_up_rule(self, kind: Kind) -> None:
         """Saved tensors may take a share of what weights and states leave free."""
-        budget = self.planning_budget()
         static = max(held_bytes(self.model, self.optimizer, self.device), self.meter.found())
-        evictor = make_evictor(budget, static, kind.saved_bytes)
+        evictor = make_evictor(self.planning_budget(), static, kind.saved_bytes)
         lanes = self.tiers.lanes_for({evictor.tier: evictor.tier_bytes})
         assert lanes is not None
         self.runner.install_online(evictor, lanes)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from legroom.core.errors import BudgetError
 from legroom.core.registry import Registry
 from legroom.core.units import format_bytes
@@ -16,6 +18,7 @@ from legroom.memory.arena import NOWHERE, WHOLE, Placement, place
 from legroom.memory.host import CAUTION
 from legroom.memory.plan import Plan
 from legroom.memory.play import tier_peaks
+from legroom.memory.scratch import with_scratch
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
 
@@ -144,6 +147,42 @@ def make_plan(
     return plan
 
 
+def make_first_plan(
+    step: Step,
+    machine: Machine,
+    budget: Mapping[str, int],
+    policy: str,
+    *,
+    lossy: bool = False,
+    unseen: Sequence[int] = (0,),
+    tight: bool = True,
+) -> Plan:
+    """A plan for steps not yet measured, with room for what kernels may take for themselves.
+
+    Where that cannot be had, the one that comes closest to it. A BudgetError names what would
+    do with that room.
+    """
+    make = partial(make_safe_plan, machine=machine, budget=budget, policy=policy, lossy=lossy)
+    heavy = with_scratch(step)
+    if heavy is step:
+        return make(step, unseen=unseen, tight=tight)
+    try:
+        return make(heavy, unseen=unseen, tight=tight)
+    except BudgetError as error:
+        told = error
+    try:
+        limit = {**budget, "device": budget["device"] + told.missing_bytes}
+        close = make_plan(heavy, machine, limit, policy, lossy=lossy)
+        outcome = Simulator(step, machine).run(close.actions, policy)
+        if all(outcome.peak_bytes.get(tier, 0) <= size for tier, size in budget.items()):
+            return msgspec.structs.replace(close, budget=dict(budget), predicted=outcome)
+        return make(step, unseen=unseen, tight=tight)
+    except BudgetError:
+        raise told from None
+    finally:
+        del told  # its frames hold all callers' tensors
+
+
 def make_safe_plan(
     step: Step,
     machine: Machine,
@@ -158,30 +197,29 @@ def make_safe_plan(
 
     That is scratch memory, a loss computed outside the model, and what libraries take: `unseen`
     bytes, the first of these that can be had; and a gap for a large tensor, if that can be had.
-    Where no such room can be had, a `tight` plan takes as little as can be, or half of what there
-    is if nothing is known to come, and leaves the rest; one that is not raises BudgetError where
-    even a usual share of the budget is too small.
+    Where no such room can be had, a `tight` plan leaves half of what it could at most, or none;
+    else BudgetError is raised.
     """
     names = ("keep_all", "recompute_all", "auto") if policy == "auto" else (policy,)
     limit, make = budget["device"], partial(make_plan, step, machine, lossy=lossy)
-    spare, safe = spared_bytes(step, limit), int(limit * SAFE)
-    rooms = [max(safe - num_bytes, 0) for num_bytes in unseen]
+    spare = spared_bytes(step, limit)
+    rooms = [max(int(limit * SAFE) - num_bytes, 0) for num_bytes in unseen]
+    *others, last = itertools.product(rooms, names)
     roomy = max(rooms[0] - spare, 0)
-    tries = [(roomy, name) for name in names[:-1] if spare]  # if that is simple
-    least = min((num_bytes for num_bytes in unseen if num_bytes), default=0)
-    tries += itertools.product([room for room in rooms if room < safe or not least], names)
-    for room, name in tries:
+    others[:0] = [(roomy, name) for name in names[:-1] if spare]  # if that is simple
+    for room, name in others:
         with contextlib.suppress(BudgetError):
             return make({**budget, "device": room}, name)
-    if not tight:
-        return make({**budget, "device": safe}, policy)
-    room = max(limit - least, 0)
+    room, name = last
     try:
-        return make({**budget, "device": room}, policy)
+        return make({**budget, "device": room}, name)
     except BudgetError as error:  # not kept: it would hold all callers' tensors in a cycle
+        if not tight:
+            raise
         smallest = min(room + error.missing_bytes, limit)
     with contextlib.suppress(BudgetError):
-        return make({**budget, "device": smallest if least else (smallest + limit) // 2}, policy)
+        return make({**budget, "device": (smallest + limit) // 2}, policy)
+    least = min((num_bytes for num_bytes in unseen if num_bytes), default=0)
     return make(budget, policy, beside=least)
 
 
@@ -293,8 +331,8 @@ def budget_error(plan: Plan, step: Step, tier: str, beside: int = 0) -> BudgetEr
     works = f"The smallest budget that works with it{told} is {_exactly(peak)}. "
     if beside:
         works += (
-            f"What is not known before a step has run, scratch of kernels and a loss outside of "
-            f"the model, may take up to {format_bytes(beside)} more: {_exactly(peak + beside)}. "
+            f"A loss outside of the model, of which nothing is known before a step has run, may "
+            f"take up to {format_bytes(beside)} more: {_exactly(peak + beside)}. "
         )
     parts = sorted(plan.predicted.peak_parts.items(), key=lambda x: -x[1])
     made_of = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)

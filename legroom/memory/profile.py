@@ -302,7 +302,7 @@ def name_states(
 ) -> None:
     """Tell a recorder which storages are gradients and optimizer states."""
     for name, param in model.named_parameters():
-        if param.grad is not None:
+        if param.is_leaf and param.grad is not None:
             recorder.name_storage(param.grad, f"{name}.grad", "gradient")
     for name, state in states:
         recorder.name_storage(state, name, "state")
@@ -316,7 +316,7 @@ def naming_gradients(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         if param.grad is not None:
             recorder.name_storage(param.grad, f"{name}.grad", "gradient")
 
-    params = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    params = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_leaf)
     hooks = [
         p.register_post_accumulate_grad_hook(partial(note, name))  # type: ignore[no-untyped-call]
         for name, p in params
@@ -335,7 +335,7 @@ def held_bytes(
     batch: Any = (),
 ) -> int:
     """Bytes on the device of a model, its gradients, its optimizer's states now, and a batch."""
-    grads = [p.grad for p in model.parameters()]
+    grads = [p.grad for p in model.parameters() if p.is_leaf]
     leaves = (*model.parameters(), *model.buffers(), *grads, *tree_leaves(batch))
     return _bytes_on(device, leaves) + state_bytes(optimizer, device)
 

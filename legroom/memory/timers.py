@@ -129,14 +129,22 @@ _nested: list[bool] = []
 """Collections under way, and whether another one has begun in each."""
 
 
+def is_taken() -> bool:
+    """Whether the one profiler there is runs for somebody else, who is to keep it."""
+    return not _nested and torch._C._autograd._profiler_enabled()
+
+
 @contextlib.contextmanager
 def memory_reports(into: list[tuple[int, int]], spans: Spans | None = None) -> Iterator[None]:
     """Collect (time in ns, bytes taken or given back) of torch's CPU allocator.
 
     And the spans of what `torch.profiler.record_function` names: their times are by the same clock,
     which differs from others by more than there is between two reports. There is one profiler: of
-    collections around another one, only the innermost gets any.
+    collections around another one, only the innermost gets any; none does while it is taken.
     """
+    if is_taken():
+        yield
+        return
     _nested[:] = [True] * len(_nested) + [False]
     cpu = torch.profiler.ProfilerActivity.CPU
     profile = torch.profiler.profile(activities=[cpu], profile_memory=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import legroom
 from legroom.memory.mechanisms import pool
@@ -184,3 +185,60 @@ def test_what_is_no_model_is_told_so() -> None:
         legroom.fit(None, budget="1GiB")  # type: ignore[arg-type]
     with pytest.raises(legroom.InputError, match=r"names 'device'.*; got 'host'"):
         legroom.fit(stack(Mlp), budget={"host": "1GiB"})
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "2MiB"])
+def test_a_model_inside_of_a_checkpoint_is_refused(budget: str) -> None:
+    """Hooks that end before the step does would take ours along: gradients came out wrong."""
+    model, x = stack(Mlp), rows()
+    with fit(model, budget=budget) as job:
+        for _ in range(4):
+            with pytest.raises(legroom.StepError, match="hooks for saved tensors"), job.step():
+                weigh(checkpoint(model, x, use_reentrant=False)).backward()
+        for _ in range(4):  # and the job is as good as new
+            with job.step():
+                weigh(model(x)).backward()
+        assert job.current is not None and job.current.recorded
+
+
+@pytest.mark.filterwarnings("ignore:legroom. a step ran no")
+def test_a_reentrant_checkpoint_around_the_model_is_left_alone() -> None:
+    """Its forward runs with gradients in backward only, where no step begins."""
+    model, x = stack(lambda: Mlp(p=0.0)), rows().requires_grad_()
+    weigh(checkpoint(model, x, use_reentrant=True)).backward()
+    plain = [p.grad for p in model.parameters()]
+    with fit(model, budget="1GiB") as job:
+        for _ in range(4):
+            model.zero_grad()
+            with job.step():
+                weigh(checkpoint(model, x, use_reentrant=True)).backward()
+            for expected, p in zip(plain, model.parameters(), strict=True):
+                assert expected is not None and p.grad is not None
+                assert torch.equal(expected, p.grad)
+
+
+def test_a_model_called_with_other_weights_is_recorded() -> None:
+    """Some of them no leaves of the graph, on which no hook for gradients can be hung."""
+    model, x = stack(Mlp), rows()
+    with fit(model, budget="1GiB") as job:
+        for _ in range(4):
+            with job.step():
+                weights = {name: 1.0 * p for name, p in model.named_parameters()}
+                weigh(torch.func.functional_call(model, weights, (x,))).backward()
+        assert job.current is not None and job.current.recorded
+
+
+def test_a_profiler_of_the_users_own_keeps_what_it_sees() -> None:
+    """There is one; a step is recorded once it is free."""
+    model, x = stack(Mlp), rows()
+    with fit(model, budget="1GiB") as job:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(4):
+                with job.step():
+                    weigh(model(x)).backward()
+        assert job.current is not None and not job.current.recorded
+        names = {event.name for event in profile.events()}
+        assert "aten::addmm" in names or "aten::linear" in names
+        with job.step():
+            weigh(model(x)).backward()
+        assert job.current.recorded

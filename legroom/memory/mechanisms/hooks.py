@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from legroom.core.errors import StepError
+
 
 class Live:
     """A hook of a running job: in copies of its module, and in files of them, it does nothing."""
@@ -79,6 +81,28 @@ _autograd: Any = torch._C._autograd
 _innermost = _autograd._top_saved_tensors_default_hooks
 
 
+def innermost() -> Any:
+    """The hooks for saved tensors that count now; None where there are none."""
+    return _innermost(False)
+
+
+def check_hooks(around: Any) -> None:
+    """Raise StepError for a model called inside of hooks that were opened within the step.
+
+    Its own end before the step does; and what they take, no plan sees. `around` are those that
+    counted when the step began.
+    """
+    now = innermost()
+    if now is not around and now != around:
+        raise StepError(
+            "the model is called inside of hooks for saved tensors that were opened within the "
+            "step, such as those of torch.utils.checkpoint around all of it, or of save_on_cpu: "
+            "what they take, no plan can keep in a budget. Leave them out (the plan recomputes or "
+            "moves by itself), checkpoint modules inside of the model, or open the hooks before "
+            "the step"
+        )
+
+
 def shield(pack: Any, unpack: Any) -> tuple[Any, Any]:
     """Hooks that are not compiled with a block that breaks its graph, as recurrent layers do.
 
@@ -97,12 +121,12 @@ def lift(pack: Any, unpack: Any, until: ExitStack) -> None:
         return
     until.callback(_put_back, pack, unpack)  # before they go: an interrupt may come in between
     _autograd._pop_saved_tensors_default_hooks()
-    if _innermost(False) is not None:  # of the user's, around the step
+    if innermost() is not None:  # of the user's, around the step
         _put_back(pack, unpack)
 
 
 def _is_innermost(pack: Any) -> bool:
-    found = _innermost(False)
+    found = innermost()
     return found is not None and found[0] == pack
 
 
