@@ -5,16 +5,14 @@ of a second, and only a few blocks come out divided. Those are given one of thei
 that over the blocks what is dropped adds up.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
-from legroom.core.quiet import silenced
 from legroom.memory.host import MOVE_S, WATCH_S
 from legroom.memory.plan import replay_position
 from legroom.memory.planner import Problem
+from legroom.memory.policies.rows import Rows, Values
 from legroom.memory.schedule import leave_position
 
 SLOTS = 96
@@ -31,31 +29,6 @@ class Answer:
 
     variants: dict[int, str]
     moves: dict[tuple[int, str], float]
-
-
-@dataclass
-class _Rows:
-    """Constraints being collected: sum of coefficient * variable <= bound."""
-
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    ends: list[int] = field(default_factory=lambda: [0])
-    """Where each row ends in the two above, after the beginning of the first."""
-    bounds: list[float] = field(default_factory=list)
-
-    def add(self, terms: "dict[int, float]", bound: float) -> None:
-        """One more row."""
-        self.columns.extend(terms)
-        self.values.extend(terms.values())
-        self.ends.append(len(self.columns))
-        self.bounds.append(bound)
-
-    def matrix(self, num_columns: int) -> csr_matrix:
-        """All of them, without zeros."""
-        shape = (len(self.bounds), num_columns)
-        found = csr_matrix((self.values, self.columns, self.ends), shape=shape, dtype=np.float64)
-        found.eliminate_zeros()
-        return found
 
 
 class Program:
@@ -192,7 +165,7 @@ class Program:
                 terms[self.flying[tier, q - 1]] = 1.0 / self.scale
         return terms
 
-    def _memory_rows(self, rows: _Rows, limit: int, more: dict[int, float]) -> None:
+    def _memory_rows(self, rows: Rows, limit: int, more: dict[int, float]) -> None:
         for position, extra in self.spots.items():
             bound = limit - extra - int(self.during[position])
             rows.add(self._less(position) | more, bound * self.scale)
@@ -207,7 +180,7 @@ class Program:
             bound = limit - self.replay_extra.get(b, 0) - int(before)
             rows.add(terms, bound * self.scale)
 
-    def _choice_rows(self, rows: _Rows) -> None:
+    def _choice_rows(self, rows: Rows) -> None:
         for b in self.replay_at:
             rows.add({self.variants[b, v]: 1.0 for v in self.replay_at[b]}, 1.0)
         droppers: dict[int, list[int]] = {}
@@ -224,7 +197,7 @@ class Program:
             }
             rows.add(terms, self.problem.budget[tier] * self.scale)
 
-    def _host_rows(self, rows: _Rows) -> None:
+    def _host_rows(self, rows: Rows) -> None:
         """The host's own work, where it is a matter: late if forward, or the step, has too much."""
         if not self.step.host_s:
             return
@@ -241,7 +214,7 @@ class Program:
         forward_s = float(self.sim.until[host.turn]) - host.until_s[host.turn]
         rows.add(terms | {self.late_host: -1.0}, forward_s)
 
-    def _link_rows(self, rows: _Rows, share: float) -> None:
+    def _link_rows(self, rows: Rows, share: float) -> None:
         count = len(self.edges) - 1
         until = self.sim.until
         for tier in self.problem.tiers():
@@ -284,7 +257,7 @@ class Program:
 
         `share` of the links' rate is counted on; if not `whole`, variants may be divided at first.
         """
-        rows = _Rows()
+        rows = Rows()
         self._memory_rows(rows, self.problem.limit, {})
         self._choice_rows(rows)
         self._link_rows(rows, share)
@@ -293,7 +266,7 @@ class Program:
 
     def smallest(self) -> list[Answer]:
         """The choice with the smallest peak, whatever it costs."""
-        rows, peak = _Rows(), len(self.cost)
+        rows, peak = Rows(), len(self.cost)
         self._memory_rows(rows, 0, {peak: -1.0})
         self._choice_rows(rows)
         self._link_rows(rows, 1.0)
@@ -303,23 +276,18 @@ class Program:
 
     def _run(
         self,
-        rows: _Rows,
-        cost: "np.typing.NDArray[np.float64]",
+        rows: Rows,
+        cost: Values,
         count: int,
         whole: bool = True,
     ) -> Answer | None:
-        matrix, extra = rows.matrix(count), count - len(self.cost)
-        with silenced(1):  # HiGHS prints a stray line now and then
-            found = milp(
-                cost,
-                constraints=LinearConstraint(matrix, -np.inf, np.array(rows.bounds)),
-                bounds=Bounds(0, np.array([*self.upper, *[np.inf] * extra])),
-                integrality=np.array([*self.whole, *[False] * extra], dtype=int) * whole,
-                options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
-            )
-        return None if found.x is None else self._answer(found.x)
+        extra = count - len(self.cost)
+        upper = [*self.upper, *[np.inf] * extra]
+        wholes = [whole and one for one in (*self.whole, *[False] * extra)]
+        x = rows.cheapest(cost, upper, wholes, time_limit_s=TIME_LIMIT_S, gap=GAP)
+        return None if x is None else self._answer(x)
 
-    def _answer(self, x: "np.typing.NDArray[np.float64]") -> Answer:
+    def _answer(self, x: Values) -> Answer:
         shares: dict[int, dict[int, float]] = {}
         for (b, v), column in self.variants.items():
             if x[column] > 1e-6:
