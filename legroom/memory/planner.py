@@ -118,7 +118,8 @@ def make_plan(
     """Let a policy choose, replay its choice, and return the plan.
 
     It chooses for a host that takes `caution` times as long as usual, and for slower links. Who
-    is told of a budget that works is told of one with `beside` more bytes on the device.
+    is told of a budget that works is told of one with `beside` more bytes on the device. Policies
+    that search answer after about `time_limit_s` at the latest.
 
     Raises BudgetError when the plan does not keep the budget of some tier, UnknownName for a
     policy that does not exist.

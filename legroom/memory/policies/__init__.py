@@ -4,6 +4,7 @@ from legroom.memory.policies import (
     auto,
     autoswap,
     capuchin,
+    checkmate,
     deepum,
     dymem,
     every_nth,
@@ -18,6 +19,7 @@ from legroom.memory.policies import (
     swap_all,
     tflms,
     tmof,
+    torch_budget,
     vdnn,
 )
 
@@ -25,6 +27,7 @@ __all__ = [
     "auto",
     "autoswap",
     "capuchin",
+    "checkmate",
     "deepum",
     "dymem",
     "every_nth",
@@ -39,5 +42,6 @@ __all__ = [
     "swap_all",
     "tflms",
     "tmof",
+    "torch_budget",
     "vdnn",
 ]
