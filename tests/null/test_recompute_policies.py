@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 import legroom.memory.policies  # noqa: F401  (fills the registry)
-from legroom.memory.actions import Action, Recompute
-from legroom.memory.handmade import chain
-from legroom.memory.planner import POLICIES, Problem
+from legroom.memory.actions import Action, Move, Recompute
+from legroom.memory.handmade import chain, natural_peak
+from legroom.memory.planner import POLICIES, Problem, make_plan
 from legroom.memory.policies.footprint import Footprint
+from legroom.memory.policies.poet import Paging, units
 from legroom.memory.policies.torch_budget import Knapsack, ways
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Block, Step, Variant
@@ -178,3 +180,108 @@ def test_torch_budget_keeps_the_largest_share_that_fits() -> None:
     found = {limit: again(limit) for limit in (90, 89, 80, 79, 70, 69, 60)}
     every = [0, 1, 2]
     assert found == {90: [], 89: [0], 80: [0], 79: [1], 70: [1], 69: every, 60: every}
+
+
+@pytest.mark.parametrize(
+    "times, first", [((1.0, 1.0, 1.0), 0), ((2.0, 1.0, 1.0), 0), ((3.0, 1.0, 1.0), 1)]
+)
+def test_dtr_evicts_what_is_cheap_for_how_stale_it_is(times: list[float], first: int) -> None:
+    """Full as backward begins: block 0 has been idle for 4 s, block 1 for 2 s, block 2 is in use.
+
+    So block 0 has an h of t / 40, block 1 of 1 / 20; the first of those alike goes.
+    """
+    step = chain(3, 10, time_s=times)
+    choice = POLICIES["dtr"](Problem(Simulator(step, machine()), {"device": 30}))
+    assert choice.actions == [Recompute(block=first, variant="full")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dtr_fits_wherever_running_all_again_does(seed: int) -> None:
+    step = with_parts(random_chain(seed), random.Random(seed))
+    problem = Problem(Simulator(step, machine()), budget(step, 0.1))
+    least = problem.simulator.shape(POLICIES["recompute_all"](problem).actions).peak
+    for limit in range(least, natural_peak(step), 5):
+        problem = Problem(problem.simulator, {"device": limit})
+        assert problem.fits(POLICIES["dtr"](problem).actions)
+
+
+def convolved(step: Step, place: int) -> Step:
+    """The same where the ops at one place of each block convolve."""
+    ops = [
+        replace(op, name="aten.convolution") if op.name.startswith("f") and i % 2 == place else op
+        for i, op in enumerate(step.ops)
+    ]
+    return replace(step, ops=tuple(ops))
+
+
+def superneurons(step: Step, limit: int) -> tuple[list[Recompute], list[Move]]:
+    problem = Problem(Simulator(step, machine(1e6)), {"device": limit, "host": 1000})
+    actions = POLICIES["superneurons"](problem).actions
+    assert problem.keeps(actions)
+    again = [a for a in actions if isinstance(a, Recompute)]
+    return again, [a for a in actions if isinstance(a, Move)]
+
+
+def test_superneurons_moves_what_was_used_least_recently_and_only_when_full() -> None:
+    """Blocks whose last op convolves: results x1, x2, x3 are checkpoints, all else runs again.
+
+    A peak of 90 bytes falls to 70 without what is dropped. One checkpoint after the other goes for
+    less, the oldest first; none is fetched before backward of the next one begins.
+    """
+    step = convolved(chain(4, 10, output_bytes=10), 1)
+    for limit, names in [(99, []), (60, ["x1"]), (50, ["x1", "x2"])]:
+        again, moves = superneurons(step, limit)
+        assert [a.block for a in again] == [0, 1, 2, 3]
+        assert [step.storages[m.storage].name for m in moves] == names
+
+
+def test_superneurons_never_convolves_again() -> None:
+    """Blocks whose first op convolves run it in all they could do again: they move instead."""
+    again, moves = superneurons(convolved(chain(4, 10, output_bytes=10), 0), 80)
+    assert not again and moves
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_poet_is_the_best_of_all_by_its_own_prices(seed: int) -> None:
+    """Over all ways to keep, run again and page each block; its heights are the simulator's."""
+    draw = random.Random(seed)
+    step = with_parts(random_chain(seed, most=5), draw)
+    limits = budget(step, draw.uniform(0.3, 0.9), host=draw.choice([40, 1000]))
+    problem = Problem(Simulator(step, machine(draw.choice([5.0, 200.0]))), limits)
+    program = (paging := Paging(problem)).program
+    best, footprint = float("inf"), program.footprint
+    for taken in itertools.product(*([-1, *group] for group in program.groups)):
+        x = np.zeros(footprint.count)
+        x[[column for column in taken if column >= 0]] = 1.0
+        x = footprint.complete(x)
+        actions = paging.actions(x)
+        shape = problem.simulator.shape(actions)
+        assert footprint.heights(x)[: len(shape.during)].tolist() == shape.during.tolist()
+        assert footprint.heights(x).max() == shape.peak
+        if problem.keeps(actions):
+            best = min(best, float(program.cost[:-1] @ x))
+    found = program.cheapest(problem.limit, until=time.monotonic() + 5)
+    assert (found is None) == (best == float("inf"))
+    if found is not None:
+        assert program.cost[:-1] @ found == pytest.approx(best)
+
+
+def test_poet_chooses_for_neighbours_together_where_there_are_many() -> None:
+    """Of 130 blocks alike three at a time; of 60 each for itself."""
+    for count, sizes in [(60, {1}), (130, {3, 1})]:
+        step = chain(count, 10, output_bytes=1)
+        grouped = units(Problem(Simulator(step, machine()), {"device": 100}))
+        assert {len(unit) for unit in grouped} == sizes and sum(map(len, grouped)) == count
+        assert len(grouped) <= 60
+
+
+def test_searches_are_given_their_time() -> None:
+    """And answer with what they have when it is over."""
+    draw = random.Random(0)
+    sizes = [draw.randint(5, 100) for _ in range(60)]
+    step = with_parts(chain(60, sizes, num_saved=3, output_bytes=10), draw)
+    for policy in ("checkmate", "poet"):
+        started = time.monotonic()
+        plan = make_plan(step, machine(), budget(step, 0.5, host=500), policy, time_limit_s=0.05)
+        assert time.monotonic() - started < 3 and plan.actions
+        assert plan.why.endswith("the best found in time")

@@ -20,7 +20,7 @@ ALL = sorted(name for name in POLICIES if not name.startswith("test_"))
 RUN = [
     *("vdnn", "vdnn_all", "meng17", "layrub", "tflms", "tflms_v1", "autoswap", "dymem", "sentinel"),
     *("flashneuron", "g10", "tmof", "home", "capuchin", "deepum"),
-    *("torch_budget", "checkmate", "checkmate_lp"),
+    *("torch_budget", "checkmate", "checkmate_lp", "superneurons", "dtr", "poet"),
 ]
 """All that move, or choose among blocks; their actions are the runtime's own."""
 GAP = 0.02

@@ -1,7 +1,7 @@
-"""Run again what is cheapest, by an exact program and by its relaxation (Checkmate, Jain et al.).
+"""Run again what is cheapest, by an exact program and by its relaxation (Checkmate, 2020).
 
-The paper (2020) unrolls a graph into a stage for each op, and lets a mixed-integer program say what
-is computed and what is carried in every one. Here stages are the blocks: one that is not kept runs
+The paper, by Jain et al., unrolls a graph into a stage for each op, and lets a mixed-integer
+program say what is computed and carried in every one. Here stages are the blocks: one not kept runs
 again when its backward begins, in one of its variants. Those are the hull of what it can drop by
 running which of its ops again, so the program is: at most one variant each, least time, no position
 of the step and no replay over the budget. Its rows are exact. `checkmate` solves it whole, within a
@@ -54,8 +54,7 @@ def checkmate(problem: Problem) -> Choice:
         x = stages.program.smallest(until=started + 2 * problem.time_limit_s)
         return Choice(rounded if x is None else stages.actions(x), "the smallest peak found")
     best = min(fitting, key=problem.simulator.time)
-    proven = time.monotonic() < until
-    return Choice(best, _why(best, "" if proven else "; the best found in time"))
+    return Choice(best, _why(best, "" if stages.program.proven else "; the best found in time"))
 
 
 @POLICIES.register("checkmate_lp")
@@ -97,11 +96,7 @@ class Stages:
             for share in RELAXED
         )
         x = next((x for x in shares if x is not None), None)
-        every: list[Action] = [
-            Recompute(block=b, variant=FULL)
-            for b, v in self.columns
-            if self.step.blocks[b].variants[v].name == FULL
-        ]
+        every = whole_blocks(self.step)
         if x is None:
             return every
         found = [self._rounded(self._kept(x), threshold) for threshold in THRESHOLDS]
@@ -143,3 +138,8 @@ def replay_cost_s(step: Step, block: int, variant: int) -> float:
     """What a variant adds to the step; nothing if its replay never happens."""
     chosen = step.blocks[block].variants[variant]
     return chosen.replay_s if replay_position(step, chosen) < len(step.ops) else 0.0
+
+
+def whole_blocks(step: Step) -> list[Action]:
+    """All blocks that can run again, in full."""
+    return [Recompute(block=b, variant=FULL) for b in dict.fromkeys(b for b, _ in able(step))]

@@ -210,7 +210,8 @@ class Footprint:
         weights = (sizes * x[columns])[inside]
         changes = np.bincount(positions[inside], weights, minlength=self._num_positions)
         added = np.cumsum(changes, dtype=np.float64)
-        return self.base + np.append(added, list(self._redone(x, added)))
+        found: Values = self.base + np.append(added, list(self._redone(x, added)))
+        return found
 
     def _redone(self, x: Values, added: Values) -> Iterator[float]:
         for redo in self.redos:

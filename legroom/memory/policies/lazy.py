@@ -22,12 +22,18 @@ COST = 1e3
 
 
 class Lazy:
-    """Choices with their prices, at most one of each group, and the heights to be kept."""
+    """Choices with their prices, at most one of each group, other rows, and heights to be kept."""
 
     def __init__(
-        self, footprint: Footprint, cost: Sequence[float], groups: Iterable[Sequence[int]]
+        self,
+        footprint: Footprint,
+        cost: Sequence[float],
+        groups: Iterable[Sequence[int]],
+        others: Iterable[tuple[dict[int, float], float]] = (),
     ) -> None:
-        self.footprint, self.groups = footprint, list(groups)
+        self.footprint, self.groups, self.others = footprint, list(groups), list(others)
+        self.proven = False
+        """Whether the last answer is the best there is, rather than the best found in time."""
         self.price = COST / (sum(cost) or 1.0)
         """Of a second."""
         self.cost = np.zeros(footprint.count + 1)
@@ -54,13 +60,17 @@ class Lazy:
         count = self.footprint.count
         while True:
             left = until - time.monotonic()
-            found = self._once(limit, whole, max(left / 2, LEAST_S))
+            seconds, begun = max(left / 2, LEAST_S), time.monotonic()
+            found = self._once(limit, whole, seconds)
+            in_time = time.monotonic() - begun < seconds
             if found is None:
                 return None
             most = found[count] / self.scale if limit is None else limit
             x = self.footprint.complete(np.round(found[:count]) if whole else found[:count])
             exact = whole and limit is not None
-            if not self._cut(x, most, exact) or time.monotonic() > until:
+            over = self._cut(x, most, exact)
+            self.proven = in_time and not over
+            if not over or time.monotonic() > until:
                 return x
 
     def _once(self, limit: float | None, whole: bool, seconds: float) -> Values | None:
@@ -69,6 +79,8 @@ class Lazy:
             bound = (limit or 0.0) - over - float(self.footprint.base[spot])
             terms = self._row(spot) if limit is not None else self._row(spot) | {peak: -1.0}
             rows.add(terms, bound * self.scale)
+        for terms, bound in self.others:
+            rows.add(terms, bound)
         for group in self.groups:
             rows.add(dict.fromkeys(group, 1.0), 1.0)
         for link in self.footprint.links:
