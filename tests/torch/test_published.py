@@ -21,6 +21,7 @@ RUN = [
     *("vdnn", "vdnn_all", "meng17", "layrub", "tflms", "tflms_v1", "autoswap", "dymem", "sentinel"),
     *("flashneuron", "g10", "tmof", "home", "capuchin", "deepum"),
     *("torch_budget", "checkmate", "checkmate_lp", "superneurons", "dtr", "poet"),
+    *("autotm", "autotm_sync", "autotm_static"),
 ]
 """All that move, or choose among blocks; their actions are the runtime's own."""
 GAP = 0.02

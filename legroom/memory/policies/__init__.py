@@ -3,6 +3,7 @@
 from legroom.memory.policies import (
     auto,
     autoswap,
+    autotm,
     capuchin,
     checkmate,
     deepum,
@@ -29,6 +30,7 @@ from legroom.memory.policies import (
 __all__ = [
     "auto",
     "autoswap",
+    "autotm",
     "capuchin",
     "checkmate",
     "deepum",
