@@ -22,6 +22,7 @@ RUN = [
     *("flashneuron", "g10", "tmof", "home", "capuchin", "deepum"),
     *("torch_budget", "checkmate", "checkmate_lp", "superneurons", "dtr", "poet"),
     *("autotm", "autotm_sync", "autotm_static"),
+    *("autotm", "autotm_sync", "autotm_static", "swapadvisor"),
 ]
 """All that move, or choose among blocks; their actions are the runtime's own."""
 GAP = 0.02

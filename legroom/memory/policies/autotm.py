@@ -263,7 +263,7 @@ def by_form(form: Form, problem: Problem) -> Choice:
     limits = np.full(len(program.during), float(problem.limit))
     found = list[tuple[int, list[Move]]]()
     for _ in range(ROUNDS + 1):
-        moves = program.solve(limits, until - time.monotonic())
+        moves = program.solve(limits, (until - time.monotonic()) / 2)  # the rest for later ones
         if moves is None:
             break
         found.append((excess(problem, moves), moves))
