@@ -26,6 +26,8 @@ from legroom.memory.policies import (
     tmof,
     torch_budget,
     vdnn,
+    zero_infinity,
+    zero_offload,
 )
 
 __all__ = [
@@ -54,4 +56,6 @@ __all__ = [
     "tmof",
     "torch_budget",
     "vdnn",
+    "zero_infinity",
+    "zero_offload",
 ]
