@@ -23,7 +23,7 @@ RUN = [
     *("torch_budget", "checkmate", "checkmate_lp", "superneurons", "dtr", "poet"),
     *("autotm", "autotm_sync", "autotm_static"),
     *("autotm", "autotm_sync", "autotm_static", "swapadvisor"),
-    *("zero_offload", "zero_infinity"),
+    *("zero_offload", "zero_infinity", "ocdnn", "dragon"),
 ]
 """All that move, or choose among blocks; their actions are the runtime's own."""
 GAP = 0.02
