@@ -7,8 +7,10 @@ For t the block's own forward, its replay and its backward are taken, as recorde
 formulas for transformers. Optimizer states go to the host, all of them. What goes does not depend
 on the budget, but when copies are waited for and fetched does.
 
-Not run: parameters and gradients that live below and come layer by layer, with the fetches 3, 2 and
-1 ops ahead that this takes; states on the disk; products in tiles; links of many devices together.
+Inputs that autograd does not save itself, such as those that a block casts first, stay: the runtime
+moves what is saved. Not run: parameters and gradients that live below and come layer by layer, with
+the fetches 3, 2 and 1 ops ahead that this takes; states on the disk; products in tiles; links of
+many devices together.
 """
 
 from collections.abc import Iterator, Sequence
