@@ -21,7 +21,6 @@ RUN = [
     *("vdnn", "vdnn_all", "meng17", "layrub", "tflms", "tflms_v1", "autoswap", "dymem", "sentinel"),
     *("flashneuron", "g10", "tmof", "home", "capuchin", "deepum"),
     *("torch_budget", "checkmate", "checkmate_lp", "superneurons", "dtr", "poet"),
-    *("autotm", "autotm_sync", "autotm_static"),
     *("autotm", "autotm_sync", "autotm_static", "swapadvisor"),
     *("zero_offload", "zero_infinity", "ocdnn", "dragon"),
 ]
