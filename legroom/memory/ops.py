@@ -2,9 +2,12 @@
 
 import functools
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 
@@ -92,9 +95,34 @@ _LIKE = {
 """Ops that torch has no rule for, and those whose rule is theirs as well."""
 
 
+def _grouped_flops(rows: torch.Tensor, columns: torch.Tensor, *_: Any, **__: Any) -> float:
+    """Products of groups of rows, of columns, or of both: each group has a matrix of its own."""
+    groups = rows.shape[0] if rows.dim() == columns.dim() == 3 else 1
+    return 2.0 * groups * rows.shape[-2] * rows.shape[-1] * columns.shape[-1]
+
+
+def _recurrent_flops(times: int, x: torch.Tensor, *weights: Any, **_: Any) -> float:
+    """Each word meets each weight; what follows the weights has none of two dimensions."""
+    found = tree_leaves(weights[0] if isinstance(weights[0], list | tuple) else weights[:4])
+    sizes = sum(w.numel() for w in found if isinstance(w, torch.Tensor) and w.dim() == 2)
+    return 2.0 * times * x.numel() / max(x.shape[-1], 1) * sizes
+
+
+_RULES: dict[str, Callable[..., float]] = {
+    "_grouped_mm": _grouped_flops,
+    "mkldnn_rnn_layer": partial(_recurrent_flops, 1),
+    "mkldnn_rnn_layer_backward": partial(_recurrent_flops, 2),
+    "_cudnn_rnn": partial(_recurrent_flops, 1),
+    "_cudnn_rnn_backward": partial(_recurrent_flops, 2),
+}
+"""Of ops that torch has no rule for, and whose rule is no other's."""
+
+
 def count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Floating-point operations of an op; torch's rules know nothing of a dtype asked for."""
     name = getattr(packet, "__name__", "")
+    if name in _RULES:
+        return _RULES[name](*args, **kwargs)
     rule = flop_registry.get(getattr(torch.ops.aten, _LIKE[name]) if name in _LIKE else packet)
     if rule is None:
         return 0.0
