@@ -1,7 +1,13 @@
 """Built-in example jobs, and the user's own by name.
 
-The small ones run a step on two CPU cores in less than half a second; `llama-1b`, `llama-wide`,
-`moe`, `gpt2`, `gpt2-large`, `resnet50`, `resnet152`, `vit-l16` and `unet-512` are sized for a GPU.
+The small ones (`transformer`, `llama-tiny`, `lstm`, `mlp`, `convnet`, `unet`) run a step on two
+CPU cores in less than half a second. Sized for a GPU are
+
+- `vgg16`, `resnet50`, `resnet152`, `resnet200`, `inception`, `densenet`, `unet-512`, `vit-l16`;
+- `llama-1b`, `llama-wide`, `moe`, `gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`, `bert-base`,
+  `bert-large` of transformers;
+- `seq2seq` and `dlrm`.
+
 Each builder takes `device` ("meta" too: nothing is allocated then) and its sizes by keyword:
 
     job = EXAMPLES["transformer"](device="cpu", layers=4)
@@ -10,6 +16,7 @@ Each builder takes `device` ("meta" too: nothing is allocated then) and its size
 """
 
 from legroom.examples import builtin as _builtin  # noqa: F401  (fills EXAMPLES)
+from legroom.examples import hub as _hub  # noqa: F401  (the same)
 from legroom.examples.job import EXAMPLES, Builder, Device, Job, MakeBatch
 from legroom.examples.load import load_job
 

@@ -13,6 +13,9 @@ from torch import nn
 import legroom
 from legroom.core.errors import InputError, UnknownName
 from legroom.examples import EXAMPLES, Job, load_job
+from legroom.examples.convnets import Grow
+from legroom.examples.hub import HIDDEN, UNASKED
+from legroom.examples.ranking import Pairs
 from tests.torch.support import MACHINE, fitted, until_measured
 
 SMALL = ["transformer", "convnet", "unet", "mlp", "lstm", "llama-tiny"]
@@ -26,6 +29,16 @@ BIG = {
     "moe": 933_880_832,
     "unet-512": 31_038_933,
     "vit-l16": 304_326_632,
+    "vgg16": 138_357_544,
+    "resnet200": 64_673_832,
+    "inception": 23_834_568,
+    "densenet": 7_978_856,
+    "gpt2-medium": 354_823_168,
+    "gpt2-xl": 1_557_611_200,
+    "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "seq2seq": 160_015_616,
+    "dlrm": 335_168_897,
 }
 TINY_DECODER = {"layers": 1, "dim": 128, "heads": 2, "vocab": 64, "batch": 1, "sequence": 16}
 
@@ -76,7 +89,9 @@ def test_a_big_example_builds_on_meta(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["llama-1b", "llama-wide", "moe", "gpt2-large"])
+@pytest.mark.parametrize(
+    "name", ["llama-1b", "llama-wide", "moe", "gpt2-large", "gpt2-xl", "bert-base"]
+)
 def test_a_big_language_model_is_in_bfloat16(name: str) -> None:
     model = EXAMPLES[name](device="meta").model
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -94,6 +109,16 @@ def test_a_big_language_model_is_in_bfloat16(name: str) -> None:
         ("vit-l16", {"layers": 1, "dim": 64, "heads": 2, "batch": 2, "image": 32}),
         ("unet-512", {"width": 4, "depth": 2, "batch": 2, "image": 16}),
         ("transformer", {"layers": 1, "batch": 2, "sequence": 16, "dropout": 0.5}),
+        ("vgg16", {"batch": 2, "image": 32}),
+        ("resnet200", {"batch": 2, "image": 32}),
+        ("inception", {"batch": 2, "image": 75}),
+        ("densenet", {"layers": (2, 2), "growth": 8, "batch": 2, "image": 32}),
+        ("gpt2-medium", {"layers": 1, "dim": 64, "heads": 2, "batch": 1, "sequence": 16}),
+        ("gpt2-xl", {"layers": 1, "dim": 64, "heads": 2, "batch": 1, "sequence": 16}),
+        ("bert-base", {"layers": 1, "dim": 64, "heads": 2, "batch": 2, "sequence": 16}),
+        ("bert-large", {"layers": 1, "dim": 64, "heads": 2, "batch": 2, "sequence": 16}),
+        ("seq2seq", {"layers": 3, "dim": 16, "vocab": 64, "batch": 2, "sequence": 5}),
+        ("dlrm", {"tables": 3, "rows": 50, "dim": 16, "picks": 2, "batch": 8}),
     ],
 )
 def test_sizes_are_keywords(name: str, sizes: dict[str, Any]) -> None:
@@ -104,7 +129,7 @@ def test_sizes_are_keywords(name: str, sizes: dict[str, Any]) -> None:
     assert math.isfinite(loss.item())
 
 
-@pytest.mark.parametrize("name", ["resnet50", "unet-512"])
+@pytest.mark.parametrize("name", ["resnet50", "unet-512", "densenet"])
 def test_convolutions_are_channels_last(name: str) -> None:
     job = EXAMPLES[name](batch=2, image=32)
     images, _ = job.make_batch()
@@ -112,6 +137,41 @@ def test_convolutions_are_channels_last(name: str) -> None:
     convolutions = [m.weight for m in job.model.modules() if isinstance(m, kinds)]
     for tensor in (images, *convolutions):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_grown_layer_keeps_what_came_in() -> None:
+    """DenseNet: each layer's channels follow those before it."""
+    layer = Grow(6, 4).eval()
+    x = torch.randn(2, 6, 8, 8)
+    assert layer(x).shape == (2, 10, 8, 8) and layer(x)[:, :6].equal(x)
+
+
+def test_every_pair_is_multiplied_once() -> None:
+    """DLRM: of one vector and those of three tables, six products."""
+    pairs = Pairs(3, 5, 2)
+    dense, rows = torch.randn(4, 2), torch.randint(5, (3, 4, 2))
+    found = [dense, *(bag.weight[r].sum(1) for bag, r in zip(pairs.bags, rows, strict=True))]
+    want = [(found[i] * found[j]).sum(1) for i in range(4) for j in range(i)]
+    torch.testing.assert_close(pairs(dense, rows), torch.stack(want, 1))
+
+
+def test_attention_looks_at_the_source_alone() -> None:
+    """A translator's words depend on the words before them, and on the whole source."""
+    model = EXAMPLES["seq2seq"](layers=3, dim=16, vocab=64, batch=2, sequence=6).model.eval()
+    source, target = torch.randint(64, (2, 6)), torch.randint(64, (2, 6))
+    other, later = source.clone(), target.clone()
+    other[:, 5], later[:, 5] = (source[:, 5] + 1) % 64, (target[:, 5] + 1) % 64
+    plain = model(source, target)
+    torch.testing.assert_close(plain[:, :5], model(source, later)[:, :5], rtol=0, atol=0)
+    assert not torch.equal(plain[:, 0], model(other, target)[:, 0])
+
+
+def test_bert_guesses_hidden_tokens_alone() -> None:
+    """About one in seven has a label, and none of those is shown."""
+    batch = EXAMPLES["bert-base"](device="cpu", layers=1, dim=64, heads=2).make_batch()
+    asked = batch["labels"] != UNASKED
+    assert 1 / 8 < asked.float().mean() < 1 / 6
+    assert batch["input_ids"][asked].eq(HIDDEN).all()
 
 
 # -- users' own jobs -----------------------------------------------------------------------------
