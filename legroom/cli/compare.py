@@ -31,6 +31,8 @@ from legroom.core.units import format_bytes, format_seconds
 from legroom.machine.spec import Machine, find_machine
 from legroom.memory.plan import Plan
 from legroom.memory.planner import TIME_LIMIT_S
+from legroom.memory.retime import retimed
+from legroom.memory.shipped import load_shipped
 from legroom.memory.trace import Step
 from legroom.views.policies import in_order, policies_chart, ratios_table
 from legroom.views.table import plans_table, runs_table
@@ -50,7 +52,8 @@ def compare(
         str,
         typer.Argument(
             metavar="JOB",
-            help="A built-in example, module:function, file.py:function, or a saved trace file.",
+            help="A built-in example, module:function, file.py:function, a saved trace file, or a "
+            "recorded step that comes with legroom: `legroom show traces` lists them.",
         ),
     ],
     machine: MachineName = None,
@@ -81,6 +84,11 @@ def compare(
     budget is a row that says so.
 
         legroom compare llama-1b --machine a100-40g --budget 30GiB
+
+    A recorded step of a well-known model (`legroom show traces` lists them), with the rates of any
+    machine:
+
+        legroom compare resnet152-256 --machine rtx4090 --budget 8GiB
 
     A step recorded by `fit`, with times measured on your machine:
 
@@ -128,7 +136,7 @@ def _check(job: str, budget: str, run: bool, frontier: bool, plot: Path | None) 
         raise InputError("--frontier plans for one budget after the other: leave --budget out")
     if frontier and run:
         raise InputError("--run trains under one budget: leave --frontier and --plot out")
-    if run and job.endswith(TRACES):
+    if run and not _is_job(job):
         raise InputError(f"{job} is a saved trace, which cannot be trained: name the job to --run")
 
 
@@ -200,13 +208,29 @@ def _step(
     job: str, machine: str | None, optimizer: str, sizes: dict[str, Any]
 ) -> tuple[Step, Machine]:
     """The step of a saved trace, or of a job captured here; and the machine to plan for."""
-    if not job.endswith(TRACES):
+    step = _recorded(job)
+    if step is None:
         found = machine_or_this(machine)
         return trace_job(build(job, "meta", sizes), found, optimizer), found
     if sizes:
         raise InputError(f"{job} is a saved trace: its sizes are fixed, so --set cannot be used")
-    step = Step.load(Path(job))
-    return step, machine_of(step.machine, machine)
+    found = machine_of(step.machine, machine)
+    return retimed(step, found), found
+
+
+def _recorded(job: str) -> Step | None:
+    """The step of a trace file, or of one that comes with legroom; None if it names a job."""
+    from legroom.examples import EXAMPLES
+
+    if job.endswith(TRACES):
+        return Step.load(Path(job))
+    return None if _is_job(job) else load_shipped(job, others=EXAMPLES)
+
+
+def _is_job(job: str) -> bool:
+    from legroom.examples import EXAMPLES
+
+    return ":" in job or job.endswith(".py") or job in EXAMPLES
 
 
 def machine_of(recorded: str, given: str | None) -> Machine:

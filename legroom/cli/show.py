@@ -17,8 +17,15 @@ from legroom.core.files import Record
 from legroom.core.outcome import Comparison, Outcome, Timeline
 from legroom.machine.spec import Machine, find_machine, preset_names
 from legroom.memory.plan import Plan
+from legroom.memory.shipped import ShippedSteps, load_shipped, shipped_names, shipped_steps
 from legroom.memory.trace import Step
-from legroom.views.records import outcome_tables, plan_tables, step_tables, timeline_tables
+from legroom.views.records import (
+    outcome_tables,
+    plan_tables,
+    shipped_tables,
+    step_tables,
+    timeline_tables,
+)
 from legroom.views.table import machine_table
 
 
@@ -37,6 +44,7 @@ VIEWS = {
         View(Plan, plan_tables),
         View(Outcome, outcome_tables),
         View(Timeline, timeline_tables),
+        View(ShippedSteps, shipped_tables),
     )
 }
 
@@ -46,7 +54,9 @@ def show(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="A saved machine, step, plan, outcome or timeline; or a preset."
+            metavar="FILE",
+            help="A saved machine, step, plan, outcome or timeline; a preset; `traces`, or the "
+            "name of one.",
         ),
     ],
     page: PagePath = None,
@@ -64,6 +74,12 @@ def show(
 
         legroom show h100-80g
 
+    The recorded steps of well-known models that come with legroom, and one of them:
+
+        legroom show traces
+
+        legroom show vgg16-128
+
     A plan, and its page for a browser; that needs the step the plan was made for:
 
         legroom show plan.json --trace trace.json --page plan.html
@@ -79,14 +95,19 @@ def show(
 
 
 def read_record(file: str) -> Record:
-    """Whatever record a file holds; or a machine by its preset's name."""
+    """Whatever record a file holds; or what comes with legroom, by its name."""
     path = Path(file)
     if file in preset_names() or (path.suffix == ".toml" and path.is_file()):
         return find_machine(file)
+    if file == ShippedSteps.kind:
+        return shipped_steps()
+    if file in shipped_names():
+        return load_shipped(file)
     if not path.is_file():
         if path.suffix or "/" in file:
             raise InputError(f"no file at {file}")
-        raise UnknownName("file or machine", file, preset_names())
+        known = [*preset_names(), ShippedSteps.kind, *shipped_names()]
+        raise UnknownName("file, machine or recorded step", file, known)
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if path.suffix == ".gz" else data

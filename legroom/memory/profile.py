@@ -30,7 +30,7 @@ from legroom.memory.mechanisms.attributes import attributes_kept
 from legroom.memory.mechanisms.recompute import undrawn
 from legroom.memory.mechanisms.tape import OpForm
 from legroom.memory.recorder import Recorder
-from legroom.memory.roofline import op_time
+from legroom.memory.roofline import update_time
 from legroom.memory.saved import has_storage
 from legroom.memory.timers import CpuTimer, CudaTimer
 from legroom.memory.trace import Kind, Op, Phase, Step, Storage
@@ -225,7 +225,7 @@ def _with_update(step: Step, update: Update, machine: Machine, signature: str) -
     storages += scratch if update.single_bytes else ()
     op = Op(
         f"optimizer.{update.name}", "", Phase.UPDATE, -1,
-        op_time(machine, 0, 3 * params + 2 * sum(sizes.values()), "float32"),
+        update_time(machine, params, sum(sizes.values())),
         tuple(grads), tuple(range(len(storages), len(storages) + len(states))),
         update.joint_bytes,
     )  # fmt: skip

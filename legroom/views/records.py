@@ -1,4 +1,4 @@
-"""Terminal tables of saved records: a step, a plan, an outcome, a timeline."""
+"""Terminal tables of saved records: a step, a plan, an outcome, a timeline, the shipped steps."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ from rich.text import Text
 from legroom.core.outcome import Comparison, Outcome, Timeline
 from legroom.core.units import format_bytes, format_seconds
 from legroom.memory.plan import Plan
+from legroom.memory.shipped import ShippedSteps
 from legroom.memory.trace import Step
 from legroom.views.table import comparison_table, costs_table, moved_bytes, plan_notes
 
@@ -74,6 +75,24 @@ def timeline_tables(timeline: Timeline) -> list[Table]:
     lanes.title = Text(f"timeline, {timeline.source}: {format_seconds(end)}")
     most = {k: max(values, default=0) for k, values in timeline.bytes_by_kind.items()}
     return [lanes, _rows(("kind", "most"), [(k, format_bytes(v)) for k, v in most.items()])]
+
+
+def shipped_tables(index: ShippedSteps) -> list[Table]:
+    """The recorded steps that come with legroom, and what each takes as it is."""
+    rows = [
+        (
+            row.name,
+            row.precision,
+            row.optimizer,
+            f"{row.num_ops:,}",
+            format_bytes(row.peak_bytes),
+            format_seconds(row.step_s),
+        )
+        for row in index.steps
+    ]
+    table = _rows(("name", "numbers", "optimizer", "ops", "peak", "step"), rows)
+    table.title = Text(f"recorded steps, with the rates of {index.machine}")
+    return [table]
 
 
 def _kinds(step: Step) -> Table:

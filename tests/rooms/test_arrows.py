@@ -84,6 +84,7 @@ ALLOWED = {
         "legroom.machine.spec",
         "legroom.memory.actions",
         "legroom.memory.plan",
+        "legroom.memory.shipped",
         "legroom.memory.trace",
         "legroom.views",
     ),
