@@ -11,6 +11,7 @@ from legroom.memory.actions import Action, Move, Recompute
 from legroom.memory.plan import Held, first_need, held_inputs
 from legroom.memory.play import Replay
 from legroom.memory.simulate import Levels, Simulator
+from legroom.memory.trace import Step
 
 EARLY = 1.15
 """Prefetches are given this much more time than the link needs: late costs more than early."""
@@ -117,15 +118,21 @@ def _ins(
 def tighten(
     simulator: Simulator, moves: list[Move], others: Sequence[Action], limit: int
 ) -> list[Move]:
-    """Shift waits and fetches, at the price of stalls, until the peak fits or nothing helps.
+    """Shift waits and fetches, at the price of stalls, until the peak fits.
 
     Where the peak is too high, a copy under way out is waited for sooner, and a copy back in
-    begins later: the last needed first.
+    begins later: the last needed first. Where nothing fits, all are as tight as can be.
     """
     ticks, moves = simulator.step.ticks, list(moves)
     storages = simulator.step.storages
+    heights = simulator.heights([*others, *moves])
+    if heights.shape.peak <= limit:
+        return moves
+    tightest = [_tightest(simulator.step, move) for move in moves]
+    if simulator.shape([*others, *tightest]).peak > limit:
+        return tightest
     for _ in range(4 * len(moves) + 1):
-        shape = simulator.shape([*others, *moves])
+        shape = heights.shape
         over = shape.peak - limit
         if over <= 0:
             break
@@ -134,7 +141,8 @@ def tighten(
         if not spots:
             break
         for spot in spots:
-            moves[spot] = _shifted(moves[spot], at, ticks)
+            before, moves[spot] = moves[spot], _shifted(moves[spot], at, ticks)
+            heights.shift(before, moves[spot])
             over -= storages[moves[spot].storage].num_bytes
             if over <= 0:
                 break
@@ -162,6 +170,14 @@ def _shiftable(simulator: Simulator, moves: list[Move], at: int) -> list[int]:
     early.sort(key=lambda i: (-moves[i].in_wait, -storages[moves[i].storage].num_bytes))
     late.sort(key=lambda i: moves[i].out_start)
     return early + late
+
+
+def _tightest(step: Step, move: Move) -> Move:
+    """Waited for as soon as its source is free, and fetched on demand."""
+    free = max(move.out_start, step.storages[move.storage].release + 1)
+    sooner = max(step.ticks[max(bisect_right(step.ticks, free) - 1, 0)], move.out_start)
+    out_wait = min(sooner, move.out_wait)
+    return msgspec.structs.replace(move, out_wait=out_wait, in_start=move.in_wait)
 
 
 def _shifted(move: Move, at: int, ticks: Sequence[int]) -> Move:

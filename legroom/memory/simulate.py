@@ -36,6 +36,35 @@ class Shape(NamedTuple):
         return max(int(self.during.max(initial=0)), *(p for _, p in self.replays), 0)
 
 
+class Heights:
+    """Device bytes under some actions, kept up to date while their moves are shifted."""
+
+    def __init__(
+        self, step: Step, levels: Levels, scratch: Levels, above: Sequence[tuple[Replay, int]]
+    ) -> None:
+        self._step, self._levels, self._scratch, self._above = step, levels, scratch, above
+
+    @property
+    def shape(self) -> Shape:
+        """As they are now."""
+        peaks = tuple((r, int(self._levels[r.position]) + more) for r, more in self._above)
+        return Shape(self._levels + self._scratch, peaks)
+
+    def shift(self, before: Move, after: Move) -> None:
+        """A move has other positions from now on."""
+        storage = self._step.storages[before.storage]
+        (left, back), (now_left, now_back) = (away_span(self._step, m) for m in (before, after))
+        self._raise(now_left, left, -storage.num_bytes)
+        most = storage.last + 1
+        self._raise(min(back, most), min(now_back, most), -storage.num_bytes)
+
+    def _raise(self, start: int, end: int, num_bytes: int) -> None:
+        if start <= end:
+            self._levels[start:end] += num_bytes
+        else:
+            self._levels[end:start] -= num_bytes
+
+
 class Simulator:
     """One step on one machine; each `run` plays one list of actions."""
 
@@ -76,14 +105,18 @@ class Simulator:
 
     def shape(self, actions: Sequence[Action]) -> Shape:
         """Device bytes under these actions: exact, and without the clock."""
+        return self.heights(actions).shape
+
+    def heights(self, actions: Sequence[Action]) -> Heights:
+        """The same, for somebody who shifts moves and looks again."""
         delta, replays, until = self._delta.copy(), self.replays(actions), self._needs(actions)
         self._change(actions, replays, until, lambda storage: delta)
         for park in parks(actions):
             self._add_park(delta, park)
         levels = np.cumsum(delta)[: len(self.scratch)]
         happen = (r for r in replays if r.position < len(self.step.ops))
-        peaks = tuple((r, self._replay_peak(r, levels, until)) for r in happen)
-        return Shape(levels + self.scratch_under(actions), peaks)
+        above = [(r, self._replay_extra(r, until)) for r in happen]
+        return Heights(self.step, levels, self.scratch_under(actions), above)
 
     def _needs(self, actions: Sequence[Action]) -> dict[int, int]:
         """Inputs of blocks that run again, and until when each is held."""
@@ -147,14 +180,14 @@ class Simulator:
         delta[self.step.packed(a.storage)] += small
         delta[storage.death + 1] -= small
 
-    def _replay_peak(self, replay: Replay, levels: Levels, last_need: dict[int, int]) -> int:
-        """Bytes just before the replay's position, its inputs still there, plus its own peak."""
+    def _replay_extra(self, replay: Replay, last_need: dict[int, int]) -> int:
+        """A replay's peak above its position: less what comes there, its inputs still held."""
         p, storages = replay.position, self.step.storages
-        level = int(levels[p] - self.births[p]) - replay.variant.dropped_bytes
+        extra = replay.variant.replay_peak_bytes - replay.variant.dropped_bytes
         for s in self.step.blocks[replay.block].inputs:
             if last_need.get(s) == p and storages[s].death < p:
-                level += storages[s].num_bytes
-        return level + replay.variant.replay_peak_bytes
+                extra += storages[s].num_bytes
+        return extra - int(self.births[p])
 
     # -- time --------------------------------------------------------------------------------
 
