@@ -8,6 +8,8 @@ brought to one scale, is searched by what the simulator says of the step: about 
 Gaussian process. Copies are scheduled out in order of last use and in from the last one backwards.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -105,7 +107,7 @@ def autoswap(problem: Problem) -> Choice:
         over = max(problem.simulator.shape(moves).peak - problem.limit, 0) / max(problem.limit, 1)
         return problem.simulator.time(moves) / (problem.step.compute_s or 1.0) + 10 * over, moves
 
-    weights, moves = search(cost, len(SCORES))
+    weights, moves = search(cost, len(SCORES), time.monotonic() + problem.time_limit_s)
     mix = ", ".join(f"{x:+.2f} {n.upper()}" for n, x in zip(SCORES, weights, strict=True))
     return Choice(list(moves), f"{len(moves)} of {len(gaps)} candidates moved, by {mix}")
 
@@ -146,13 +148,17 @@ def _picked(problem: Problem, gaps: Sequence[Gap], scores: Floats) -> list[Move]
 
 
 def search(
-    cost: Callable[[Floats], tuple[float, list[Move]]], count: int
+    cost: Callable[[Floats], tuple[float, list[Move]]], count: int, until: float = math.inf
 ) -> tuple[Floats, list[Move]]:
-    """The best weights of -1 to 1 that a Gaussian process finds, and what they gave."""
+    """The best weights of -1 to 1 that a Gaussian process finds in time, and what they gave."""
     draw = np.random.default_rng(0)
     points: list[Floats] = [*np.eye(count), *draw.uniform(-1, 1, (FIRST_TRIALS - count, count))]
-    found = [cost(point) for point in points]
-    while len(points) < TRIALS:
+    found = [cost(points[0])]
+    for point in points[1:]:
+        if time.monotonic() < until:
+            found.append(cost(point))
+    del points[len(found) :]
+    while len(points) < TRIALS and time.monotonic() < until:
         values = np.array([value for value, _ in found])
         fresh = draw.uniform(-1, 1, (DRAWS, count))
         points.append(fresh[int(_gains(np.array(points), values, fresh).argmax())])

@@ -8,6 +8,7 @@ one random choice, which the paper does not do.
 """
 
 import random
+import time
 from collections.abc import Sequence
 
 from legroom.memory.actions import Action, Recompute
@@ -46,6 +47,7 @@ class _Swarm:
         for b in range(len(blocks)):
             inside[b] = sorted({r.storage for r in problem.step.saved_in(b) if r.storage in gaps})
         self.inside = inside
+        self._until = time.monotonic() + problem.time_limit_s
         self._known: dict[Particle, Rank] = {}
 
     def actions(self, particle: Sequence[int]) -> list[Action]:
@@ -78,6 +80,10 @@ class _Swarm:
             self._known[particle] = over, simulator.time(actions)
         return self._known[particle]
 
+    @property
+    def _over(self) -> bool:
+        return len(self._known) >= EVALUATIONS or time.monotonic() > self._until
+
     def search(self) -> Particle:
         """The best particle that was met."""
         count = len(self.able)
@@ -93,7 +99,7 @@ class _Swarm:
                 swarm[i] = self._follow(swarm[i], leader, own[i])
                 own[i] = min(own[i], swarm[i], key=self.rank)
                 best = min(best, own[i], key=self.rank)
-                if len(self._known) >= EVALUATIONS:
+                if self._over:
                     return best
             if best == leader:
                 i = self.draw.randrange(PARTICLES)
@@ -106,7 +112,7 @@ class _Swarm:
                 continue
             asked = [(*particle[:j], other[j], *particle[j + 1 :]) for other in (leader, own)]
             particle = min(asked, key=self.rank)
-            if len(self._known) >= EVALUATIONS:
+            if self._over:
                 break
         return particle
 
