@@ -20,7 +20,7 @@ from legroom.memory.mechanisms.entry import (
     State,
     check_version,
 )
-from legroom.memory.mechanisms.hooks import InnerHooks, lift, shield
+from legroom.memory.mechanisms.hooks import InnerHooks, Saver, lift, shield
 from legroom.memory.mechanisms.lanes import Lanes, Place
 from legroom.memory.mechanisms.mover import Mover
 from legroom.memory.mechanisms.recompute import Held, forget_surroundings, open_frame
@@ -45,7 +45,7 @@ from legroom.memory.script import IN_START, OUT_START, Row, Script
 _NOTHING = contextlib.nullcontext()
 
 
-class Runner:
+class Runner(Saver):
     """Follows one model's steps with a script; decides nothing."""
 
     def __init__(self, model: nn.Module, device: torch.device, shielded: bool = False) -> None:
