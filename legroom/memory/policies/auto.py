@@ -45,10 +45,12 @@ DEADLINE_S, EXCHANGE_S = 1.5, 0.5
 OTHERS: tuple[Policy, ...] = (
     every_nth,
     swap_all,
-    *(partial(by_score, score) for score in SCORES),
     capuchin,
+    *(partial(by_score, score) for score in SCORES),
 )
-"""Those whose answers may be the best ones to polish; the last ones only while there is time."""
+"""Those whose answers may be the best ones to polish."""
+SOON = 3
+"""The first of them, whatever the time; the others only while there is some."""
 Timed = tuple[float, list[Action]]
 """A plan and how long its step takes."""
 HOST_FULL = 0.9
@@ -100,8 +102,8 @@ def _mix(problem: Problem) -> Choice:
     if problem.tiers() and not problem.quick:
         still = problem._replace(budget={"device": problem.limit})  # that spares the host much
         found += _searched(still, Program(still, []), late)
-    for i, plain in enumerate(OTHERS[:2] if problem.quick else OTHERS):
-        if i > 1 and time.monotonic() > late + EXCHANGE_S:
+    for i, plain in enumerate(OTHERS[:SOON] if problem.quick else OTHERS):
+        if i >= SOON and time.monotonic() > late + EXCHANGE_S:
             break
         actions = plain(problem).actions
         if problem.keeps(actions):

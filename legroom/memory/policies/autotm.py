@@ -35,6 +35,8 @@ WINDOW = 15
 """Positions from a use within which a copy may run beside an op."""
 GAP = 0.01
 """Solved to within this share of the step."""
+MOST = 2000
+"""Of many tensors the window is smaller: solvers do not keep to a time limit in large programs."""
 ROUNDS, NEIGHBOURS, LEAST_FACTOR = 5, 10, 0.90
 """Of the back-off."""
 LEAST_SHARE = 20_000
@@ -105,9 +107,11 @@ class Program:
         uses = {p for row in step.saves[gap.storage] for p in row.unpacked}
         many = len(uses) if self.form.each_use and not out else 1
         found = [self._option(g, gap.start if out else gap.end, -1, many * seconds, out)]
-        first = step.packed(gap.storage) if out else max(gap.start, gap.end - self.form.window)
-        last = min(gap.start + self.form.window, gap.end) if out else gap.end
-        for op in range(first, last) if self.form.window else ():
+        window = min(self.form.window, MOST // len(self.gaps))
+        saved, begun = step.packed(gap.storage), gap.start - window
+        first = max(saved, begun) if out else max(gap.start, gap.end - window)
+        last = min(gap.start + window, gap.end) if out else gap.end
+        for op in range(first, last) if window else ():
             found.append(self._option(g, op + out, op, seconds, out))
         return found
 
