@@ -12,11 +12,13 @@ a greedy pass that takes back every action the budget does not need.
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from legroom.memory.actions import CODECS, Action, Compress, Move, Recompute
 from legroom.memory.gaps import movable
+from legroom.memory.plan import find_variant
 from legroom.memory.planner import POLICIES, Choice, Policy, Problem
 from legroom.memory.play import tier_peaks
 from legroom.memory.policies.autoswap import SCORES, by_score
@@ -196,7 +198,7 @@ def polish(problem: Problem, actions: list[Action]) -> list[Action]:
 
 
 def exchanged(problem: Problem, actions: list[Action]) -> list[Action]:
-    """Blocks run again instead of having their tensors moved, where the step gets faster by it.
+    """Blocks run again instead of having their tensors moved, or the other way round, if faster.
 
     For answers that the program did not give: those of plain rules, which move all or nothing.
     """
@@ -204,9 +206,12 @@ def exchanged(problem: Problem, actions: list[Action]) -> list[Action]:
     for b, block in enumerate(problem.step.blocks):
         if problem.quick or time.monotonic() > until:
             break
-        for variant in sorted(block.variants, key=lambda v: -v.dropped_bytes):
-            trial = _recomputed(problem, actions, b, variant)
-            if trial is None or not problem.fits(trial):
+        trials = (
+            _recomputed(problem, actions, b, variant)
+            for variant in sorted(block.variants, key=lambda v: -v.dropped_bytes)
+        )
+        for trial in chain([_moved(problem, actions, b)], trials):
+            if trial is None or not problem.keeps(trial):
                 continue
             seconds = problem.simulator.time(trial)
             if seconds < best_s - 1e-7:
@@ -223,10 +228,29 @@ def _recomputed(
     left = [Want(m.storage, m.tier) for m in moves if m.storage not in variant.drops]
     if len(left) == len(moves):
         return None
-    others = [a for a in actions if not isinstance(a, Move | Recompute)]
     again = [a for a in actions if isinstance(a, Recompute) and a.block != block]
     again.append(Recompute(block=block, variant=variant.name))
-    planned = schedule(problem.simulator, left, again)
+    return _planned(problem, actions, left, again)
+
+
+def _moved(problem: Problem, actions: list[Action], block: int) -> list[Action] | None:
+    """The same with what a block dropped moved instead, to the nearest tier."""
+    again = [a for a in actions if isinstance(a, Recompute)]
+    mine = next((a for a in again if a.block == block), None)
+    if mine is None or not problem.tiers():
+        return None
+    drops, tier = find_variant(problem.step, mine).drops, problem.tiers()[0]
+    able = [s for s in movable(problem) if s in drops]
+    wants = [Want(a.storage, a.tier) for a in actions if isinstance(a, Move)]
+    others = [a for a in again if a is not mine]
+    return _planned(problem, actions, [*wants, *(Want(s, tier) for s in able)], others)
+
+
+def _planned(
+    problem: Problem, actions: list[Action], wants: list[Want], again: list[Recompute]
+) -> list[Action]:
+    others = [a for a in actions if not isinstance(a, Move | Recompute)]
+    planned = schedule(problem.simulator, wants, again)
     return [*others, *again, *tighten(problem.simulator, planned, again, problem.limit)]
 
 
