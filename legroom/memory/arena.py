@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from legroom.memory.actions import Action, Compress, Move, Recompute, compressed_bytes
-from legroom.memory.parking import ALIVE, parks, update_position
+from legroom.memory.parking import ALIVE, is_state_of, parks, update_position
 from legroom.memory.plan import away_span, held_inputs
 from legroom.memory.play import Replay
 from legroom.memory.simulate import Simulator
@@ -63,7 +63,7 @@ def place(simulator: Simulator, actions: Sequence[Action], limit: int) -> Placem
     """The best of some splits of what a limit leaves beside the tensors that are always there."""
     room = limit - sum(s.num_bytes for s in simulator.step.storages if s.birth < 0)
     room += sum(park.num_bytes for park in parks(actions))
-    return arrange(_events(list(stays(simulator, actions))), room, WALL)
+    return arrange(ordered(list(stays(simulator, actions))), room, WALL)
 
 
 def arrange(events: Sequence[Event], room: int, wall: int = 0, effort: int = EFFORT) -> Placement:
@@ -189,12 +189,15 @@ def _played(events: Sequence[Event], stretches: Sequence[int], enough: int = 1 <
     return arena
 
 
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+def _rounded(num_bytes: int, unit: int = ROUND_BYTES) -> int:
+    return -(-num_bytes // unit) * unit
 
 
-def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
-    """When which bytes are on the device: each storage in its stretches, scratch, replays."""
+def stays(simulator: Simulator, actions: Sequence[Action], since: int = 0) -> Iterator[Stay]:
+    """When which bytes are on the device: each storage in its stretches, scratch, replays.
+
+    Those that were there before the step are among them with `since` -1.
+    """
     step, storages = simulator.step, simulator.step.storages
     held = held_inputs(step, [a for a in actions if isinstance(a, Recompute)])
     away = dict[int, tuple[float, float]]()
@@ -215,8 +218,9 @@ def stays(simulator: Simulator, actions: Sequence[Action]) -> Iterator[Stay]:
             away[a.storage] = (storage.release + 1, use)
             small = compressed_bytes(a.codec, storage.num_bytes, storage.dtype)
             yield step.packed(a.storage), storage.death + 1, small
+    parked = {name for park in parks(actions) for name in park.params}
     for i, storage in enumerate(storages):
-        if storage.birth >= 0:
+        if storage.birth >= since and not is_state_of(storage, parked):
             end = max(storage.death + 1, held.get(i, (0, 0))[1])
             left, came = away.get(i, (end, end))
             yield storage.birth, left, storage.num_bytes
@@ -246,7 +250,7 @@ def _replayed(step: Step, replay: Replay) -> tuple[dict[int, float], list[Stay]]
     return back, others
 
 
-def _events(spans: Sequence[Stay]) -> list[Event]:
+def ordered(spans: Sequence[Stay]) -> list[Event]:
     """(whether it begins, number, bytes) in order; what goes at a position is gone before it."""
     events = []
     for number, (start, end, size) in enumerate(spans):
@@ -266,7 +270,8 @@ class Arena:
     Where none does, the stretch with most room at its end grows by what is lacking.
     """
 
-    def __init__(self, stretches: Sequence[int]) -> None:
+    def __init__(self, stretches: Sequence[int], unit: int = ROUND_BYTES) -> None:
+        self._unit = unit
         self._gaps: list[tuple[int, int]] = []
         """(size, address), sorted."""
         self._starts: dict[int, int] = {}
@@ -285,7 +290,7 @@ class Arena:
 
     def take(self, size: int) -> tuple[int, int]:
         """A block of this size: (address, size)."""
-        size = _rounded(size)
+        size = _rounded(size, self._unit)
         i = bisect_left(self._gaps, (size, 0))
         if i < len(self._gaps):
             gap, address = self._gaps[i]
@@ -313,6 +318,14 @@ class Arena:
             self._forget(gap, address - gap)
             address -= gap
         self._remember(end - address, address)
+
+    def trim(self) -> None:
+        """Let each stretch end where its last block does."""
+        for i, top in enumerate(self._tops):
+            spare = self._ends.get(top, 0)
+            if spare:
+                self._forget(spare, top - spare)
+                self._tops[i] -= spare
 
     def _remember(self, size: int, address: int) -> None:
         insort(self._gaps, (size, address))

@@ -10,7 +10,7 @@ import msgspec
 
 from legroom.machine.spec import Machine
 from legroom.memory.actions import Action, Park
-from legroom.memory.trace import Kind, Phase, Step
+from legroom.memory.trace import Kind, Phase, Step, Storage
 
 TIER = "host"
 LEAST_BYTES = 1 << 10
@@ -34,6 +34,12 @@ def param_states(step: Step) -> dict[str, int]:
 def param_of(state: str) -> str:
     """Whose state it is: `layer.weight` of `layer.weight.exp_avg`."""
     return state.rpartition(".")[0]
+
+
+def is_state_of(storage: Storage, params: Collection[str]) -> bool:
+    """Whether it is there before the step as a state that one of these parameters has."""
+    large = storage.birth < 0 and storage.num_bytes >= LEAST_BYTES
+    return large and storage.kind is Kind.STATE and param_of(storage.name) in params
 
 
 def make_park(step: Step, num_bytes: int) -> Park:

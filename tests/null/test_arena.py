@@ -53,7 +53,7 @@ def test_gaps_cost_room(monkeypatch: pytest.MonkeyPatch) -> None:
     # The 10 lies above the 40, and the 60 fits on neither side of it in a room of 70.
     assert Simulator(step, MACHINE).shape([]).peak == 70 * MIB
     assert missing(step, 110) == 0
-    events = arena._events(list(stays(Simulator(step, MACHINE), [])))
+    events = arena.ordered(list(stays(Simulator(step, MACHINE), [])))
     assert arena._missing(events, (70 * MIB,)) == 40 * MIB  # 20 of 60 find room behind the 10
     with monkeypatch.context() as patch:
         patch.setattr(arena, "NUM_DRAWS", 0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from legroom.core.errors import BudgetError
-from legroom.memory.arena import _events, stays
+from legroom.memory.arena import ordered, stays
 from legroom.memory.simulate import Simulator
 from tests.torch.nets import Attention, Chosen, Gated, Mlp, rows, stack, texts
 from tests.torch.support import GIB, fitted, until_measured
@@ -81,7 +81,7 @@ def test_events_are_those_of_the_step(block: Any, policy: str) -> None:
             Simulator(job.current.capture.step, job.machine),
         )
     assert bool(actions) == (policy != "keep_all")
-    model_events = [(take, size) for take, _, size in _events(list(stays(simulator, actions)))]
+    model_events = [(take, size) for take, _, size in ordered(list(stays(simulator, actions)))]
     assert in_runs(asked) == in_runs(model_events)
 
 
