@@ -24,6 +24,7 @@ from legroom.cli.options import (
     read_sizes,
 )
 from legroom.cli.policies import policy_docs
+from legroom.cli.pools import into_rows, pools_of, pools_shown
 from legroom.cli.rerun import run_policy
 from legroom.core.errors import BudgetError, InputError, LegroomError
 from legroom.core.outcome import Comparison
@@ -76,6 +77,9 @@ def compare(
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=0.1, help="Seconds that a search may take.")
     ] = TIME_LIMIT_S,
+    pool: Annotated[
+        bool, typer.Option("--pool", help="Also say how large a pool each allocator needs.")
+    ] = False,
     as_json: AsJson = False,
 ) -> Answer:
     """Let every policy plan the same step, and put the plans side by side.
@@ -98,6 +102,10 @@ def compare(
 
         legroom compare resnet50 --machine l4 --frontier --plot frontier.svg
 
+    With the address space that five allocators need for each plan:
+
+        legroom compare gpt2-medium-16 --machine rtx4090 --budget 16GiB --pool
+
     Run for real, each in a process of its own:
 
         legroom compare transformer --budget 120MiB --run
@@ -107,6 +115,8 @@ def compare(
 
     frontier = frontier or plot is not None
     _check(job, budget, run, frontier, plot)
+    if frontier and pool:
+        raise InputError("--pool lays out plans for one budget: leave --frontier and --plot out")
     step, found = _step(job, machine, optimizer, read_sizes(sizes))
     names = _names(policies)  # the job's own file may have some of its own
     task = Task(step, found, machine_budget(read_budget(budget), found), time_limit)
@@ -119,8 +129,13 @@ def compare(
     table = plans_table(rows, unlimited.step_s)
     table.title = f"{step.model} on {found.name} in {format_bytes(task.limits['device'])}"
     document = {"job": job, "machine": found.name, "budget": task.limits, "unlimited": unlimited}
-    document |= {"fits": bool(plans), "policies": [_fields(k, x) for k, x in results.items()]}
+    fields = [_fields(k, x) for k, x in results.items()]
+    document |= {"fits": bool(plans), "policies": fields}
     shown: list[RenderableType] = [table, _bars(plans, unlimited)]
+    if pool:
+        pools = pools_of(step, found, plans)
+        into_rows(fields, pools)
+        shown.append(pools_shown(pools))
     if run:
         given = [job, "--budget", budget, "--optimizer", optimizer]
         given += ["--machine", machine] if machine else []

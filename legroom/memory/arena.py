@@ -218,13 +218,16 @@ def stays(simulator: Simulator, actions: Sequence[Action], since: int = 0) -> It
             away[a.storage] = (storage.release + 1, use)
             small = compressed_bytes(a.codec, storage.num_bytes, storage.dtype)
             yield step.packed(a.storage), storage.death + 1, small
+    moved = {a.storage for a in actions if isinstance(a, Move)}
     parked = {name for park in parks(actions) for name in park.params}
     for i, storage in enumerate(storages):
         if storage.birth >= since and not is_state_of(storage, parked):
             end = max(storage.death + 1, held.get(i, (0, 0))[1])
             left, came = away.get(i, (end, end))
+            # What was fetched as an input of a block that runs again may be held for longer.
+            longer = i in moved and end > storage.death + 1
             yield storage.birth, left, storage.num_bytes
-            yield came, storage.last + 1, storage.num_bytes
+            yield came, end if longer else storage.last + 1, storage.num_bytes
     for i, size in enumerate(simulator.scratch_under(actions).tolist()):
         yield i, i + 1, size
     for park in parks(actions):

@@ -1,4 +1,4 @@
-"""Policies side by side over many budgets: a table of ratios, and lines of time against memory."""
+"""Policies side by side: tables of ratios over many budgets and of pools, and a figure."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -27,7 +27,7 @@ MARKS = 6
 
 def ratios_table(title: str, budgets: Sequence[int], lines: Lines, natural_bytes: int) -> Table:
     """A row for each policy, a column for each budget."""
-    power, unit = next((p, u) for p, u in UNITS if max(budgets) >= p or p == 1)
+    power, unit = _unit(max(budgets))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", title=Text(f"{title}; in {unit}"))
     table.add_column("policy", no_wrap=True)
     for size in budgets:
@@ -36,6 +36,31 @@ def ratios_table(title: str, budgets: Sequence[int], lines: Lines, natural_bytes
     for name, ratios in in_order(lines).items():
         table.add_row(Text(name), *("-" if x is None else f"{x:.2f}x" for x in ratios))
     return table
+
+
+def pools_table(pools: Mapping[str, tuple[int, Mapping[str, int]]]) -> Table:
+    """What lives at the peak of each policy's plan, and each allocator's pool for it."""
+    power, unit = _unit(max((live for live, _ in pools.values()), default=0))
+    title = f"bytes that live at once, and the pool that holds them by allocator; in {unit}"
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", title=Text(title))
+    table.add_column("policy", no_wrap=True)
+    allocators = list(dict.fromkeys(name for _, sizes in pools.values() for name in sizes))
+    for head in ("live", *allocators):
+        table.add_column(head, justify="right", no_wrap=True)
+    for policy, (live, sizes) in pools.items():
+        cells = [f"{sizes[k] / power:.2f} {_more(sizes[k], live):>5}" for k in allocators]
+        table.add_row(Text(policy), f"{live / power:.2f}", *cells)
+    return table
+
+
+def _more(num_bytes: int, live: int) -> str:
+    share = (num_bytes / live - 1) * 100 if live else 0.0
+    return f"{share:.0f}%" if share >= 9.95 else f"{share:.1f}%"
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    """The largest that these are one of, and its name."""
+    return next((power, unit) for power, unit in UNITS if num_bytes >= power or power == 1)
 
 
 def in_order(lines: Lines) -> Lines:

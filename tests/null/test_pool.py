@@ -10,20 +10,24 @@ import pytest
 from legroom.core.errors import RecordError
 from legroom.machine.spec import find_machine
 from legroom.memory.actions import Action, Move, Recompute
+from legroom.memory.arena import stays
 from legroom.memory.gaps import assign, find_gaps
 from legroom.memory.handmade import chain
 from legroom.memory.parking import make_park
+from legroom.memory.plan import held_inputs
 from legroom.memory.planner import Problem, make_plan
 from legroom.memory.pool.lives import Life, live_peak, lives_of, moments, rounded
 from legroom.memory.pool.place import ALLOCATORS, Figures, Pool, figures
 from legroom.memory.shipped import load_shipped
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Kind, Op, Phase, Step, Storage
+from legroom.views.policies import pools_table
+from legroom.views.table import to_text
 from tests.null.test_policies import budget, machine, random_chain
 
 LIMITS = {"device": 10**6, "host": 10**6}
 WORST = 1.5
-"""Smartpool's pool over the smallest that there is, for up to six blocks, as found."""
+"""Smartpool's pool over the smallest there is: the most in 9000 draws of up to six blocks."""
 
 
 def lives(*rows: tuple[int, ...]) -> list[Life]:
@@ -194,12 +198,15 @@ def smallest_pool(some: Sequence[Life]) -> int:
 def test_smartpool_is_near_the_best_there_is() -> None:
     """Up to six blocks, against all orders; most are as good as can be."""
     worst, exact = 1.0, 0
-    for seed in range(120):
-        some = draw_lives(seed, most=6, sizes=12)
+    for seed in range(200):
+        draw, some = random.Random(seed), list[Life]()
+        for _ in range(draw.randint(4, 6)):
+            begins, ends = sorted(draw.sample(range(12), 2))
+            some.append(Life(begins, ends, draw.randint(1, 12)))
         best, found = smallest_pool(some), ALLOCATORS["smartpool"](some).num_bytes
         assert live_peak(some) <= best <= found
         worst, exact = max(worst, found / best), exact + (found == best)
-    assert worst <= WORST and exact >= 100, (worst, exact)
+    assert worst <= WORST and exact >= 180, (worst, exact)
 
 
 def test_the_law_sees_what_is_wrong() -> None:
@@ -310,6 +317,41 @@ def test_parked_states_are_windows() -> None:
     assert 0 <= peak - live_peak(after) < 3  # a window is cut in three
 
 
+def test_a_moved_input_is_held_for_what_runs_again() -> None:
+    """Until autograd has let go of all that the block dropped, though its own uses are over."""
+    step, h200 = load_shipped("seq2seq-128"), find_machine("h200")
+    simulator, again = Simulator(step, h200), Recompute(block=5, variant="full")
+    held = held_inputs(step, [again])
+    problem = Problem(simulator, {"device": 1 << 50, "host": 1 << 50})
+    gap = next(
+        gap
+        for gap in find_gaps(problem)
+        if gap.storage in held and held[gap.storage][1] > step.storages[gap.storage].death + 1
+    )
+    actions = [again, *assign(problem, [gap])]
+    fetched = [x for x in stays(simulator, actions) if x[1] == held[gap.storage][1]]
+    assert (actions[1].in_start, held[gap.storage][1], gap.num_bytes) in [
+        (start + 0.5, end, size) for start, end, size in fetched
+    ]
+    assert live_peak(lives_of(simulator, actions)) == simulator.shape(actions).peak
+
+
+@pytest.mark.parametrize("name", ["seq2seq-128", "unet-512-8", "vgg16-128", "dlrm-16384"])
+def test_the_most_that_lives_on_recorded_steps(name: str) -> None:
+    """To the byte: any variants of blocks, and moves of the rest."""
+    step, draw = load_shipped(name), random.Random(name)
+    problem = Problem(Simulator(step, find_machine("h200")), {"device": 1 << 50, "host": 1 << 50})
+    gaps, some = find_gaps(problem), [b for b, block in enumerate(step.blocks) if block.variants]
+    for _ in range(8):
+        found = {b: draw.choice(step.blocks[b].variants) for b in some if draw.random() < 0.5}
+        dropped = {s for variant in found.values() for s in variant.drops}
+        moved = [g for g in gaps if g.storage not in dropped and draw.random() < 0.4]
+        actions = [Recompute(block=b, variant=v.name) for b, v in found.items()]
+        given = [*actions, *assign(problem, moved)]
+        shape = problem.simulator.shape(given)
+        assert live_peak(lives_of(problem.simulator, given)) == shape.peak
+
+
 def test_the_largest_recorded_step_takes_less_than_a_second() -> None:
     step, h200 = load_shipped("resnet200-256"), find_machine("h200")
     simulator = Simulator(step, h200)
@@ -325,6 +367,19 @@ def test_the_largest_recorded_step_takes_less_than_a_second() -> None:
     assert found.live_bytes == simulator.shape(actions).peak
     assert set(found.pool_bytes) == set(ALLOCATORS)
     assert all(found.overhead(name) >= 0 for name in ALLOCATORS)
+
+
+def test_the_table_of_pools() -> None:
+    """In one unit for all; a row for each policy, with what pools are larger."""
+    mib = 1 << 20
+    rows = {"auto": (200 * mib, {"buddy": 250 * mib, "best_fit": 203 * mib}), "none": (0, {})}
+    rows["none"] = (0, dict.fromkeys(rows["auto"][1], 0))
+    text = to_text(pools_table(rows))
+    assert "in MiB" in text
+    heads, _, auto, none = text.strip().split("\n")[-4:]
+    assert heads.split() == ["policy", "live", "buddy", "best_fit"]
+    assert auto.split() == ["auto", "200.00", "250.00", "25%", "203.00", "1.5%"]
+    assert none.split() == ["none", "0.00", "0.00", "0.0%", "0.00", "0.0%"]
 
 
 def test_the_figure_is_the_pool_over_what_lives() -> None:

@@ -40,7 +40,7 @@ FLAGS = {
     ],
     "compare": [
         *("JOB", "--machine", "--budget", "--policies", "--optimizer", "--set"),
-        *("--run", "--frontier", "--plot", "--time-limit", "--json"),
+        *("--run", "--frontier", "--plot", "--time-limit", "--pool", "--json"),
     ],
     "policies": ["--json"],
     "show": ["FILE", "--page", "--perfetto", "--trace", "--machine", "--json"],

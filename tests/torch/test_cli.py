@@ -313,6 +313,22 @@ def test_compare_refuses_what_does_not_go_together(cpu: list[str]) -> None:
     assert "no folder" in refusal("compare", *JOB, *cpu, "--plot", "nowhere/x.svg")
 
 
+def test_compare_says_what_pool_each_plan_needs() -> None:
+    """For those that fit, by allocator, with what that is larger than what lives at the peak."""
+    given = ["compare", "seq2seq-128", "-m", "l4", "-b", "16GiB", "--policies"]
+    found = answer(*given, "keep_all,every_nth", "--pool")["policies"]
+    for row in found:
+        live, pools = row["pool"]["live_bytes"], row["pool"]["allocators"]
+        assert live == row["outcome"]["peak_bytes"]["device"] and len(pools) == 5
+        for pool in pools.values():
+            assert pool["num_bytes"] >= live
+            assert pool["overhead"] == pytest.approx(pool["num_bytes"] / live - 1)
+    assert "smartpool" in call(*given, "keep_all", "--pool").stdout
+    tight = answer(*given[:4], "-b", "1GiB", "--policies", "keep_all", "--pool", code=1)
+    assert "pool" not in tight["policies"][0]
+    assert "lays out plans for one budget" in refusal(*given[:4], "--frontier", "--pool")
+
+
 def test_compare_that_no_policy_passes_is_code_1(cpu: list[str]) -> None:
     found = answer("compare", *JOB, *cpu, *BUDGET, "--policies", "keep_all", code=1)
     assert found["fits"] is False and len(found["policies"]) == 1

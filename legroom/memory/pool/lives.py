@@ -5,10 +5,10 @@ what a block that runs again makes are blocks of their own, scratch is one for e
 there before the step comes first; its parked states do not, but the windows they pass through do.
 
 [Note: the same peak] The most bytes that live at once are those of the simulator's shape, to the
-byte. Where they part, the lives are right and the shape is careful: blocks that run again at one
-and the same position count there as if each held all that the others bring back. Lives never say
-more, except where an op's scratch is below zero because a result takes another's place: they have
-no word for that, and count both.
+byte. Few plans could tell them apart: blocks that run again at one and the same position go side by
+side here, one after the other there; an input that only the start of a replay needs is let go just
+before it here; windows of parked states are cut in three, and lose up to two bytes; and scratch
+below zero, where a result takes another's place, counts as none here.
 """
 
 from collections.abc import Iterable, Sequence
