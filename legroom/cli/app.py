@@ -9,6 +9,7 @@ from legroom.cli.compare import compare
 from legroom.cli.demo import demo
 from legroom.cli.estimate import estimate
 from legroom.cli.fit import fit
+from legroom.cli.papers import papers
 from legroom.cli.policies import policies
 from legroom.cli.probe import probe
 from legroom.cli.show import show
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (probe, estimate, fit, compare, policies, show, demo):
+for verb in (probe, estimate, fit, compare, papers, policies, show, demo):
     app.command(epilog=EPILOG)(verb)
 
 

@@ -2,9 +2,9 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from legroom.core.errors import BudgetError, LegroomError, in_short
 from legroom.machine.spec import Machine
@@ -12,6 +12,8 @@ from legroom.memory.plan import Plan
 from legroom.memory.planner import POLICIES, TIME_LIMIT_S, make_plan
 from legroom.memory.trace import Step
 
+T = TypeVar("T")
+R = TypeVar("R")
 FEW = 4
 """Plans that are not worth processes of their own."""
 
@@ -62,13 +64,27 @@ def plan_all(task: Task, orders: Sequence[Order]) -> Iterator[tuple[Order, Plan 
     others = [order for order in orders if order not in here]
     if not others:
         return
+    given = (task.step.to_json(), task.machine.to_json(), task.limits, task.time_limit_s)
+    yield from spread(_plan_task, others, _take_task, given)
+
+
+def spread(
+    work: Callable[[T], R | LegroomError],
+    items: Sequence[T],
+    prepare: Callable[..., None] | None = None,
+    given: tuple[Any, ...] = (),
+) -> Iterator[tuple[T, R | LegroomError]]:
+    """The work on each item, or its error, as they come from several processes.
+
+    Each process prepares itself first, with what is given.
+    """
     pool = ProcessPoolExecutor(
-        min(len(others), os.cpu_count() or 1),
+        min(len(items), os.cpu_count() or 1),
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_take_task,
-        initargs=(task.step.to_json(), task.machine.to_json(), task.limits, task.time_limit_s),
+        initializer=prepare,
+        initargs=given,
     )
-    asked = {pool.submit(_plan_task, order): order for order in others}
+    asked = {pool.submit(work, item): item for item in items}
     try:
         for done in as_completed(asked):
             yield asked[done], result_of(done)
@@ -80,7 +96,7 @@ def plan_all(task: Task, orders: Sequence[Order]) -> Iterator[tuple[Order, Plan 
         pool.shutdown(cancel_futures=True)
 
 
-def result_of(done: "Future[Plan | LegroomError]") -> Plan | LegroomError:
+def result_of(done: "Future[R | LegroomError]") -> R | LegroomError:
     """What came of it."""
     try:
         return done.result()
