@@ -114,10 +114,11 @@ def in_float32(job: "Job") -> "Job":
 def _fields(claim: Claim, ours: Ours | LegroomError) -> dict[str, Any]:
     row = msgspec.structs.asdict(claim)
     if isinstance(ours, LegroomError):
-        return row | {"ours": None, "ratio": None, "note": str(ours)}
-    ratio = None if ours.figure is None else ours.figure / claim.figure
-    done = {"num_steps": ours.num_steps, "num_plans": ours.num_plans}
-    return row | {"ours": ours.figure, "ratio": ratio, "note": ours.note} | done
+        return row | {"ours": None, "ratio": None, "note": str(ours), "kept": False}
+    alike = ours.figure is not None and ours.kept
+    ratio = ours.figure / claim.figure if alike and ours.figure is not None else None
+    found = {"ours": ours.figure, "ratio": ratio, "note": ours.note, "kept": ours.kept}
+    return row | found | {"num_steps": ours.num_steps, "num_plans": ours.num_plans}
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -130,8 +131,10 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         job = f"{row['job']} {row['batch']}"
         cells = (row["name"], row["policy"], job, row["machine"], _measure(row))
-        ratio = NONE if row["ratio"] is None else f"{row['ratio']:.2f}{_mark(row['ratio'])}"
-        table.add_row(*cells, _in_words(row, row["figure"]), _in_words(row, row["ours"]), ratio)
+        ours = _in_words(row, row["ours"])
+        if not row["kept"] and row["ours"] is not None:
+            ours = f"({ours})"
+        table.add_row(*cells, _in_words(row, row["figure"]), ours, _ratio(row["ratio"]))
     return table
 
 
@@ -139,8 +142,10 @@ def _measure(row: dict[str, Any]) -> str:
     return f"{row['measure']} {row['rival']}".strip()
 
 
-def _mark(ratio: float) -> str:
-    return " *" if abs(ratio - 1) > FAR else "  "
+def _ratio(ratio: float | None) -> str:
+    if ratio is None:
+        return f"{NONE} *"
+    return f"{ratio:.2f}" + (" *" if abs(ratio - 1) > FAR else "  ")
 
 
 def _in_words(row: dict[str, Any], figure: float | None) -> str:
@@ -158,7 +163,8 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         parts = (row["source"], row["unlike"], row["note"])
         notes.append(f"{row['name']}: " + "; ".join(part for part in parts if part))
-    return [*notes, "* further apart than a quarter: docs/papers.md says why."]
+    far = "* further apart than a quarter, or not alike: docs/papers.md says why."
+    return [*notes, "(In brackets: in more memory than asked for.)", far]
 
 
 def _work(found: list[Ours | LegroomError], seconds: float) -> str:

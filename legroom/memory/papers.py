@@ -78,6 +78,8 @@ class Ours(msgspec.Struct, frozen=True, kw_only=True):
     figure: float | None = None
     """None where a policy has no plan."""
     note: str = ""
+    kept: bool = True
+    """Whether it is for the budget that was asked for; else it cannot be set beside theirs."""
     num_steps: int = 0
     """Steps captured for it."""
     num_plans: int = 0
@@ -85,6 +87,14 @@ class Ours(msgspec.Struct, frozen=True, kw_only=True):
 
 StepAt = Callable[[int], Step]
 """The step at a batch."""
+
+
+class Answer(NamedTuple):
+    """A figure, how it came about, and whether in the budget that was asked for."""
+
+    figure: float | None
+    note: str = ""
+    kept: bool = True
 
 
 class Found(NamedTuple):
@@ -113,7 +123,7 @@ class Bench:
 
     def ours(self) -> Ours:
         """Our figure, and how it came about."""
-        measures: dict[Measure, Callable[[], tuple[float | None, str]]] = {
+        measures: dict[Measure, Callable[[], Answer]] = {
             Measure.MEMORY: self._memory,
             Measure.TIME: self._time,
             Measure.SAVED: self._saved,
@@ -121,24 +131,25 @@ class Bench:
             Measure.GAIN: self._gain,
             Measure.PACE: self._pace,
         }
-        figure, note = measures[self.claim.measure]()
+        found = measures[self.claim.measure]()._asdict()
         num_steps = self.step_at.cache_info().currsize
-        return Ours(figure=figure, note=note, num_steps=num_steps, num_plans=self.num_plans)
+        return Ours(**found, num_steps=num_steps, num_plans=self.num_plans)
 
     # -- one measure each ------------------------------------------------------------------------
 
-    def _memory(self) -> tuple[float | None, str]:
-        return self._natural_bytes(self.claim.batch) / 1e9, ""
+    def _memory(self) -> Answer:
+        return Answer(self._natural_bytes(self.claim.batch) / 1e9)
 
-    def _time(self) -> tuple[float | None, str]:
+    def _time(self) -> Answer:
         step = self.step_at(self.claim.batch)
         found = self._nearest(self.claim.policy)
         if found is None:
-            return None, "no plan"
+            return Answer(None, "no plan")
         ratio = found.plan.predicted.step_s / self._free_s(step)
-        return ratio, f"{self._in_budget(found)}; {found.plan.why}"
+        note = f"{self._in_budget(found)}; {found.plan.why}"
+        return Answer(ratio, note, found.kept or self.claim.share == 0)
 
-    def _saved(self) -> tuple[float | None, str]:
+    def _saved(self) -> Answer:
         """The least memory that a plan is found in, by halving."""
         step, natural = self.step_at(self.claim.batch), self._natural_bytes(self.claim.batch)
         longest_s = self._free_s(step) * (1 + NO_TIME) if self.claim.free else math.inf
@@ -150,23 +161,24 @@ class Bench:
                 high, best = middle, min(best, plan.predicted.device_bytes)
             else:
                 low = middle
-        return 1 - best / natural, f"{format_bytes(natural)} to {format_bytes(best)}"
+        return Answer(1 - best / natural, f"{format_bytes(natural)} to {format_bytes(best)}")
 
-    def _batch(self) -> tuple[float | None, str]:
-        return float(self._largest(self.claim.policy)), ""
+    def _batch(self) -> Answer:
+        return Answer(float(self._largest(self.claim.policy)))
 
-    def _gain(self) -> tuple[float | None, str]:
+    def _gain(self) -> Answer:
         without, planned = self._largest(NONE), self._largest(self.claim.policy)
-        return (planned / without if without else None), f"{without} to {planned}"
+        return Answer(planned / without if without else None, f"{without} to {planned}")
 
-    def _pace(self) -> tuple[float | None, str]:
+    def _pace(self) -> Answer:
         mine, other = (self._nearest(name) for name in (self.claim.policy, self.claim.rival))
         if mine is None or other is None:
-            return None, "no plan"
+            return Answer(None, "no plan")
         names = ((self.claim.policy, mine), (self.claim.rival, other))
         missed = [f"{name} {self._in_budget(x)}" for name, x in names if not x.kept]
         note = "; ".join(missed) or self._in_budget(mine)
-        return other.plan.predicted.step_s / mine.plan.predicted.step_s, note
+        pace = other.plan.predicted.step_s / mine.plan.predicted.step_s
+        return Answer(pace, note, mine.kept and other.kept)
 
     # -- what they ask for -----------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ FLAGS = {
         *("JOB", "--machine", "--budget", "--policies", "--optimizer", "--set"),
         *("--run", "--frontier", "--plot", "--time-limit", "--pool", "--json"),
     ],
+    "papers": ["--only", "--json"],
     "policies": ["--json"],
     "show": ["FILE", "--page", "--perfetto", "--trace", "--machine", "--json"],
     "demo": ["--device", "--json"],

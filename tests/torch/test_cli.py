@@ -93,7 +93,7 @@ def test_the_version_is_printed() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["probe", "estimate", "fit", "compare", "policies", "show", "demo"]
+    "verb", ["probe", "estimate", "fit", "compare", "papers", "policies", "show", "demo"]
 )
 def test_every_help_has_an_example(verb: str) -> None:
     """Help teaches: each verb shows a command line of its own."""
@@ -482,3 +482,19 @@ def test_demo_shows_three_columns_and_writes_pages(
     assert 0 < peaks["measured"] <= run["budget"] < peaks["unlimited"]
     assert Path(run["page"]) == tmp_path / "legroom-demo-transformer.html"
     assert "<html" in Path(run["page"]).read_text()
+
+
+# -- papers --------------------------------------------------------------------------------------
+
+
+def test_papers_puts_a_figure_beside_ours() -> None:
+    """The step as it is, in float32: a figure, a ratio, and what was done."""
+    (row,) = answer("papers", "--only", "vdnn-memory")["papers"]
+    assert row["figure"] == 28.0 and 15 < row["ours"] < 28
+    assert row["ratio"] == pytest.approx(row["ours"] / 28)
+    assert (row["num_steps"], row["num_plans"]) == (1, 0)
+    assert "28.0 GB" in call("papers", "--only", "vdnn-memory").stdout
+
+
+def test_papers_refuses_a_name_that_is_not_there() -> None:
+    assert "Did you mean 'vdnn-vgg16'?" in refusal("papers", "--only", "vdnn-vgg15")

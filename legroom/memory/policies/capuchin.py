@@ -50,11 +50,11 @@ def capuchin(problem: Problem) -> Choice:
         again = _cheapest(problem, able, reruns, {gap.storage for gap in chosen})
         if next_gaps and (again is None or price_s <= again[0]):
             chosen, next_gaps = chosen + next_gaps, []
-            del gaps[len(gaps) - part :]
+            del gaps[-part:]
         elif again is not None:
             reruns[again[1].action.block] = again[1]
         elif gaps:  # no tier has room for these, but smaller ones may follow
-            del gaps[len(gaps) - part :]
+            del gaps[-part:]
         else:
             break
     actions = _actions(reruns)
