@@ -275,14 +275,14 @@ CLAIMS = (
         batch=100,
     ),
     _claim(
-        "sentinel-resnet200",
+        "sentinel-resnet50",
         "Ren et al., HPCA 2021: mean",
         GAIN,
         4.18,
         policy="sentinel",
         machine=V100,
-        job="resnet200",
-        batch=48,
+        job="resnet50",
+        batch=190,
     ),
     _claim(
         "flashneuron-resnet200",

@@ -25,7 +25,7 @@ from legroom.memory.trace import Step
 
 NONE = "keep_all"
 """The policy of a step as it is."""
-CLOSE = 0.02
+CLOSE = 0.05
 """A largest batch is known to this share of it."""
 NUM_BUDGETS = 7
 """Budgets that are tried for the least that works: it is known to 1/128 of what the step takes."""
@@ -164,10 +164,11 @@ class Bench:
         return Answer(1 - best / natural, f"{format_bytes(natural)} to {format_bytes(best)}")
 
     def _batch(self) -> Answer:
-        return Answer(float(self._largest(self.claim.policy)))
+        return Answer(float(self._largest(self.claim.policy, self.claim.batch)))
 
     def _gain(self) -> Answer:
-        without, planned = self._largest(NONE), self._largest(self.claim.policy)
+        without = self._largest(NONE, self.claim.batch)
+        planned = self._largest(self.claim.policy, max(round(without * self.claim.figure), 1))
         return Answer(planned / without if without else None, f"{without} to {planned}")
 
     def _pace(self) -> Answer:
@@ -228,9 +229,9 @@ class Bench:
         small, large = (self.step_at(size) for size in sizes)
         return at_batch(small, large, sizes, batch, self.machine)
 
-    def _largest(self, policy: str) -> int:
+    def _largest(self, policy: str, start: int) -> int:
         """The largest batch that fits, found by doubling and then by halving what is between."""
-        low, high = 0, self.claim.batch
+        low, high = 0, start
         while self._fits(policy, high):
             low, high = high, 2 * high
         while high - low > max(CLOSE * high, 1):
