@@ -124,13 +124,12 @@ def _fields(claim: Claim, ours: Ours | LegroomError) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]]) -> Table:
     title = "Papers' figures, and ours"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for head in ("name", "policy", "job", "machine", "measure"):
+    for head in ("name", "policy", "measure"):
         table.add_column(head)
     for head in ("theirs", "ours", "ratio"):
         table.add_column(head, justify="right")
     for row in rows:
-        job = f"{row['job']} {row['batch']}"
-        cells = (row["name"], row["policy"], job, row["machine"], _measure(row))
+        cells = (row["name"], row["policy"], _measure(row))
         ours = _in_words(row, row["ours"])
         if not row["kept"] and row["ours"] is not None:
             ours = f"({ours})"
@@ -161,7 +160,8 @@ def _in_words(row: dict[str, Any], figure: float | None) -> str:
 def _notes(rows: list[dict[str, Any]]) -> list[str]:
     notes = []
     for row in rows:
-        parts = (row["source"], row["unlike"], row["note"])
+        job = f"{row['job']} {row['batch']} on {row['machine']}"
+        parts = (row["source"], job, row["unlike"], row["note"])
         notes.append(f"{row['name']}: " + "; ".join(part for part in parts if part))
     far = "* further apart than a quarter, or not alike: docs/papers.md says why."
     return [*notes, "(In brackets: in more memory than asked for.)", far]
