@@ -12,6 +12,7 @@ from legroom.memory.gaps import eager_prefetch, find_gaps, find_layers, make_mov
 from legroom.memory.handmade import chain, natural_peak
 from legroom.memory.plan import Plan
 from legroom.memory.planner import POLICIES, Problem, make_plan
+from legroom.memory.policies.capuchin import capuchin
 from legroom.memory.policies.g10 import Ledger
 from legroom.memory.simulate import Simulator
 from legroom.memory.trace import Step
@@ -87,6 +88,17 @@ def test_capuchin_recomputes_what_no_tier_has_room_for(host: int, share: float) 
     limits = budget(step, share, host=host)
     if planned(step, limits, "recompute_all", 20.0) is not None:
         assert planned(step, limits, "capuchin", 20.0) is not None
+
+
+def test_capuchin_takes_a_last_part_whole() -> None:
+    """131 candidates come three at a time, and two are left at the end: none moves twice."""
+    step = chain(66, 10, output_bytes=3)
+    bare = tuple(msgspec.structs.replace(block, variants=()) for block in step.blocks)
+    step = msgspec.structs.replace(step, blocks=bare)
+    limits = budget(step, 0.02, host=10**6)
+    actions = capuchin(Problem(Simulator(step, machine(200.0)), limits)).actions
+    storages = [action.storage for action in actions if isinstance(action, Move)]
+    assert len(storages) == len(set(storages)) == 131
 
 
 @pytest.mark.parametrize("policy", ALL)
